@@ -1,0 +1,85 @@
+"""Outputs that appear complete or not at all: write under a temporary name, fsync, rename."""
+
+import contextlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from osprey_jax.command import UserError
+
+
+def require_directory(path: str | Path, what: str) -> Path:
+    """`path` as a `Path`, or a `UserError` naming `what` was expected there."""
+    path = Path(path)
+    if not path.is_dir():
+        raise UserError(f"{path}: no such directory ({what})")
+    return path
+
+
+def require_file(path: str | Path, what: str) -> Path:
+    """`path` as a `Path`, or a `UserError` naming `what` was expected there."""
+    path = Path(path)
+    if not path.is_file():
+        raise UserError(f"{path}: no such file ({what})")
+    return path
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in `path`; `UserError` where it is not one."""
+    try:
+        value = json.loads(require_file(path, "a JSON file").read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise UserError(f"{path}: not valid JSON ({error})") from error
+    if not isinstance(value, dict):
+        raise UserError(f"{path}: expected a JSON object, found {type(value).__name__}")
+    return value
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace `path` by `text` in one step."""
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    temporary.write_text(text, encoding="utf-8")
+    _sync(temporary)
+    os.replace(temporary, path)
+    _sync(path.parent)
+
+
+def write_json(path: Path, value: object) -> None:
+    """Replace `path` by `value` as indented JSON in one step."""
+    write_text(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")
+
+
+@contextlib.contextmanager
+def new_directory(out: str | Path) -> Iterator[Path]:
+    """A temporary directory that becomes `out` when the block ends without an error.
+
+    `UserError` where `out` already holds something: an output never overwrites another.
+    """
+    out = Path(out)
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
+        raise UserError(f"{out}: already exists; choose another output or remove it first")
+    out.parent.mkdir(parents=True, exist_ok=True)
+    temporary = out.with_name(f".{out.name}.{os.getpid()}.tmp")
+    shutil.rmtree(temporary, ignore_errors=True)
+    temporary.mkdir()
+    try:
+        yield temporary
+        for path in sorted(temporary.rglob("*")):
+            _sync(path)
+        _sync(temporary)
+        if out.exists():
+            out.rmdir()
+        os.replace(temporary, out)
+        _sync(out.parent)
+    finally:
+        shutil.rmtree(temporary, ignore_errors=True)
+
+
+def _sync(path: Path) -> None:
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
