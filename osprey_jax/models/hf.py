@@ -97,7 +97,7 @@ class TensorFiles:
         kind = self._slices[name].get_dtype()
         if kind not in DTYPES:
             raise UserError(
-                f"{self.directory}: tensor {name} is {kind}; only {', '.join(DTYPES)} are supported; dequantise it first"
+                f"{self.directory}: tensor {name} is {kind}, only {', '.join(DTYPES)} are read; dequantise it"
             )
 
 

@@ -1,0 +1,268 @@
+"""Typed configs: a YAML file, then `key=value` overrides; an unknown or contradictory key is an error.
+
+One class a command. A default stands here and nowhere else; what follows from other values is computed by the code
+that needs it and printed at the start of a run, never a second key.
+"""
+
+import argparse
+from pathlib import Path
+from typing import Annotated, Any, Literal, Self
+
+import pydantic
+import yaml
+
+from osprey_jax.command import UserError
+
+Positive = Annotated[int, pydantic.Field(ge=1)]
+Fraction = Annotated[float, pydantic.Field(ge=0, le=1)]
+
+
+class Section(pydantic.BaseModel):
+    """A group of keys. Unknown keys are refused, values cannot change."""
+
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+
+
+# ---- parts of a training run
+
+
+class Data(Section):
+    train: list[str]  # files or globs
+    eval: list[str] = []  # held-out files or globs
+    length: Positive  # tokens a row
+    template_options: dict[str, Any] = {}  # passed to the chat template, as serving does (enable_thinking: false)
+
+
+class Optimizer(Section):
+    learning_rate: Annotated[float, pydantic.Field(gt=0)]
+    warmup_fraction: Fraction = 0.04  # of the steps, linear; then cosine to 0
+    beta1: Fraction = 0.9
+    beta2: Fraction = 0.999
+    epsilon: Annotated[float, pydantic.Field(gt=0)] = 1e-8
+    weight_decay: Annotated[float, pydantic.Field(ge=0)] = 0.0
+    clip_norm: Annotated[float, pydantic.Field(gt=0)] = 1.0
+
+
+class Mesh(Section):
+    data: Positive | None = None  # None: all devices / tensor
+    tensor: Positive = 1
+
+
+class Checkpoints(Section):
+    every: Positive = 1000  # steps; the last step is always saved
+    keep: Positive = 3
+
+
+class TTT(Section):
+    """Test-time training (EAGLE-3): the unroll, which positions it supervises, how a step's sum is normalised."""
+
+    length: Positive = 5
+    decay: Annotated[float, pydantic.Field(gt=0)] = 0.8
+    supervision: Literal["released", "exact"] = "released"
+    normalization: Literal["sequence", "token"] = "sequence"
+    loss_chunk: Positive = 512  # positions whose logits exist at one time; changes memory, never a number
+
+
+class Run(Section):
+    """What both stages share."""
+
+    run_dir: Path
+    seed: Annotated[int, pydantic.Field(ge=0)] = 0
+    data: Data
+    optimizer: Optimizer
+    batch_size: Positive  # rows an optimizer step, over all devices and accumulated parts
+    accumulation: Positive = 1  # parts a batch is computed in, one after another
+    epochs: Positive | None = None
+    steps: Annotated[int, pydantic.Field(ge=0)] | None = None
+    eval_every: Positive | None = None  # steps; None: only at the end
+    log_every: Positive = 10
+    checkpoints: Checkpoints = Checkpoints()
+    mesh: Mesh = Mesh()
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> Self:
+        if (self.epochs is None) == (self.steps is None):
+            raise ValueError("give either epochs or steps")
+        if self.batch_size % self.accumulation:
+            raise ValueError(f"accumulation {self.accumulation} does not divide batch_size {self.batch_size}")
+        if self.eval_every is not None and not self.data.eval:
+            raise ValueError("eval_every is set, but data.eval names no file")
+        return self
+
+
+# ---- train
+
+
+class ModelStart(Section):
+    """A language model's start: a checkpoint, or random values for a config and its tokenizer."""
+
+    checkpoint: Path | None = None
+    config: Path | None = None  # an HF config.json
+    tokenizer: Path | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.checkpoint is None) == (self.config is None) or (self.config is None) != (self.tokenizer is None):
+            raise ValueError("give either checkpoint, or config and tokenizer")
+        return self
+
+
+class Scratch(Section):
+    """EAGLE-3 from scratch: the baseline, with the target's embedding."""
+
+    num_layers: Positive = 1
+    draft_vocab_size: Positive | None = None  # None: the target's vocabulary
+
+
+class DrafterStart(Section):
+    """A drafter's start: a converted checkpoint, or EAGLE-3 from scratch."""
+
+    checkpoint: Path | None = None
+    scratch: Scratch | None = None
+
+    @pydantic.model_validator(mode="after")
+    def _one(self) -> Self:
+        if (self.checkpoint is None) == (self.scratch is None):
+            raise ValueError("give either checkpoint or scratch")
+        return self
+
+
+class PretrainConfig(Run):
+    """`train`, stage 2: next-token prediction on text."""
+
+    stage: Literal["pretrain"]
+    model: ModelStart
+    loss_chunk: Positive = 512  # positions whose logits exist at one time; changes memory, never a number
+
+
+class DistillConfig(Run):
+    """`train`, stage 4: a drafter learns its target's distributions on conversations."""
+
+    stage: Literal["distill"]
+    target: Path
+    drafter: DrafterStart
+    tap_layers: tuple[int, int, int] | None = None  # blocks of the target, 0-based; None: the drafter's, else default
+    ttt: TTT = TTT()
+
+
+TrainConfig = Annotated[PretrainConfig | DistillConfig, pydantic.Field(discriminator="stage")]
+
+
+# ---- regenerate, evaluate
+
+
+class RegenerateConfig(Section):
+    """`regenerate`: the target answers the user turns of conversations."""
+
+    target: Path
+    input: list[str]  # conversations (JSONL), files or globs
+    output: Path  # JSONL
+    max_new_tokens: Positive  # of one turn
+    temperature: Annotated[float, pydantic.Field(ge=0)] = 0.0  # 0: greedy
+    top_p: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
+    seed: Annotated[int, pydantic.Field(ge=0)] = 0
+    batch_size: Positive = 8
+    template_options: dict[str, Any] = {}
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+class EvaluateConfig(Section):
+    """`evaluate`: accepted length of drafters on prompts, under greedy chain speculation."""
+
+    target: Path
+    drafters: dict[str, Path]
+    prompts: dict[str, Path]  # prompt set -> conversations (JSONL); the turns before the first assistant turn count
+    out: Path  # a directory
+    max_new_tokens: Positive = 4096
+    draft_steps: Positive = 5
+    batch_size: Positive = 1
+    sample: Positive | None = None  # that many prompts a set, drawn at random; None: all, in file order
+    seed: Annotated[int, pydantic.Field(ge=0)] = 0
+    template_options: dict[str, Any] = {}
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+
+
+# ---- reading
+
+
+def parse_arguments(program: str, description: str, kind: Any) -> Any:
+    """`--config FILE [key=value ...]` from the command line, as a config of `kind`."""
+    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
+    parser.add_argument(
+        "--config", required=True, metavar="FILE", help="YAML file (keys: osprey_jax/config.py)"
+    )
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key=value",
+        help="replaces a key of the file; dots go down (optimizer.learning_rate=3e-4), the value is YAML",
+    )
+    arguments = parser.parse_args()
+    return load_config(arguments.config, arguments.overrides, kind)
+
+
+def load_config(path: str | Path, overrides: list[str], kind: Any) -> Any:
+    """The YAML file at `path` with `overrides` applied, as `kind` (a `Section`, or `TrainConfig`).
+
+    Raises:
+      UserError: file missing or not YAML, key unknown, value of the wrong type, keys that contradict each other.
+    """
+    try:
+        values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_StrictLoader)
+    except OSError as error:
+        raise UserError(f"{path}: cannot be read ({error.strerror}); --config names a YAML file") from error
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        raise UserError(f"{path}: not valid YAML ({error})") from error
+    if not isinstance(values, dict):
+        raise UserError(f"{path}: expected keys and values")
+    for override in overrides:
+        _apply(values, override)
+    try:
+        return pydantic.TypeAdapter(kind).validate_python(values)
+    except pydantic.ValidationError as error:
+        raise UserError(f"{path}: {'; '.join(_explain(e) for e in error.errors())}") from error
+
+
+class _StrictLoader(yaml.SafeLoader):
+    """`safe_load` that refuses a key given twice, of which YAML would keep the last in silence."""
+
+    def construct_mapping(self, node, deep=False):
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        for key in keys:
+            if keys.count(key) > 1:
+                raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)
+        return super().construct_mapping(node, deep)
+
+
+def _apply(values: dict, override: str) -> None:
+    key, separator, text = override.partition("=")
+    if not separator or not key:
+        raise UserError(f"{override!r} is not key=value")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError as error:
+        raise UserError(f"{override!r}: the value is not valid YAML ({error})") from error
+    *parents, last = key.split(".")
+    for parent in parents:
+        if values.get(parent) is None:
+            values[parent] = {}
+        values = values[parent]
+        if not isinstance(values, dict):
+            raise UserError(f"{override!r}: {parent} is a value, not a group of keys")
+    values[last] = value
+
+
+def _explain(error: dict) -> str:
+    """One of pydantic's errors as `key: what`."""
+    location = [str(part) for part in error["loc"] if part not in ("pretrain", "distill")]
+    key = ".".join(location) or "config"
+    if error["type"] == "extra_forbidden":
+        return f"unknown key {key}"
+    if error["type"] == "missing":
+        return f"missing key {key}"
+    if error["type"].startswith("union_tag"):
+        return "stage must be pretrain or distill"
+    message = error["msg"].removeprefix("Value error, ")
+    shown = "" if isinstance(error["input"], dict) else f", not {error['input']!r}"
+    return f"{key}: {message}{shown}" if location else message
