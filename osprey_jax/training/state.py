@@ -1,0 +1,111 @@
+"""What a step changes, and the step. Axes: A accumulated parts, B rows of a part, S sequence, K TTT steps."""
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+from flax import nnx
+
+from osprey_jax.objectives.objective import Objective
+from osprey_jax.training.mesh import BOTH, replicated, rows_over
+
+
+@jax.tree_util.register_dataclass
+@dataclasses.dataclass(frozen=True)
+class TrainState:
+    """All that resuming needs beside the config: nothing in a step is random."""
+
+    step: jax.Array  # int32, updates made
+    params: nnx.State  # float32 masters
+    constants: nnx.State  # parts of the trained model that are not trained: a frozen embedding, a vocabulary map
+    opt_state: Any
+
+
+def new_state(params: nnx.State, constants: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
+    """A state before the first update; optimizer moments are sharded as their parameters."""
+    mesh = jax.tree.leaves(params)[0].sharding.mesh
+    abstract = jax.eval_shape(optimizer.init, params)
+    shardings = optax.tree.map_params(
+        optimizer,
+        lambda _, parameter: parameter.sharding,
+        abstract,
+        params,
+        transform_non_params=lambda _: replicated(mesh),
+    )
+    opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
+    return TrainState(jax.device_put(jnp.int32(0), replicated(mesh)), params, constants, opt_state)
+
+
+def abstract_state(state: TrainState) -> TrainState:
+    """Shapes, dtypes and shardings of a state: what restoring needs."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+
+
+def make_train_step(
+    objective: Objective, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
+) -> Callable[[TrainState, Any, dict], tuple[TrainState, dict]]:
+    """The compiled update: (state, frozen, batch of arrays (A, B, S)) -> (state, metrics). The state is donated."""
+    teach, weigh = _teach(objective, mesh), _weigh(objective)
+
+    @functools.partial(jax.jit, donate_argnums=0)
+    def train_step(state: TrainState, frozen: Any, batch_AxBxS: dict[str, jax.Array]):
+        lessons = jax.lax.map(lambda part: teach(state.constants, frozen, part), batch_AxBxS)
+        weights = weigh(batch_AxBxS, lessons)
+
+        def loss(params, part):
+            return objective.loss(params, state.constants, frozen, *part)
+
+        def add_part(grads, part):
+            (_, metrics), part_grads = jax.value_and_grad(loss, has_aux=True)(state.params, part)
+            return jax.tree.map(jnp.add, grads, part_grads), metrics
+
+        zeros = jax.tree.map(jnp.zeros_like, state.params)
+        grads, metrics = jax.lax.scan(add_part, zeros, (batch_AxBxS, lessons, weights))
+        metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), metrics)
+        updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
+        params = optax.apply_updates(state.params, updates)
+        metrics["grad_norm"] = optax.tree.norm(grads)
+        return TrainState(state.step + 1, params, state.constants, opt_state), metrics
+
+    return train_step
+
+
+def make_eval_step(objective: Objective, mesh: jax.sharding.Mesh) -> Callable[[TrainState, Any, dict], dict]:
+    """Sums over one batch of arrays (B, S), without an update. No `loss`: it would depend on the batch's size."""
+    teach, weigh = _teach(objective, mesh), _weigh(objective)
+
+    @jax.jit
+    def eval_step(state: TrainState, frozen: Any, batch: dict[str, jax.Array]):
+        lessons = teach(state.constants, frozen, batch)
+        weights = weigh(*jax.tree.map(lambda x: x[None], (batch, lessons)))[0]
+        _, metrics = objective.loss(state.params, state.constants, frozen, batch, lessons, weights)
+        return {name: value for name, value in metrics.items() if name != "loss"}
+
+    return eval_step
+
+
+def _teach(objective: Objective, mesh: jax.sharding.Mesh) -> Callable:
+    """The frozen side reads rows over `data` alone, since its weights are split over `tensor`."""
+
+    def teach(constants, frozen, batch):
+        batch = jax.lax.with_sharding_constraint(batch, rows_over(mesh, "data"))
+        lessons = jax.lax.stop_gradient(objective.teach(constants, frozen, batch))
+        return jax.lax.with_sharding_constraint(lessons, rows_over(mesh, BOTH))
+
+    return teach
+
+
+def _weigh(objective: Objective) -> Callable:
+    """Weights of all parts together, as their normalisers are the global batch's; returned by part, (A, .., B, S)."""
+
+    def weigh(batch_AxBxS, lessons):
+        parts, rows = jax.tree.leaves(batch_AxBxS)[0].shape[:2]
+        joined = jax.tree.map(lambda x: x.reshape(parts * rows, *x.shape[2:]), (batch_AxBxS, lessons))
+        weights = objective.weights(*joined)
+        return jnp.moveaxis(weights.reshape(*weights.shape[:-2], parts, rows, weights.shape[-1]), -3, 0)
+
+    return weigh

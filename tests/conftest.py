@@ -1,0 +1,34 @@
+"""Fixtures shared by all tests. Ranks never broadcast in silence in code under test."""
+
+from pathlib import Path
+
+import jax
+import numpy as np
+import pytest
+
+GOLDEN = Path(__file__).parent / "golden"
+
+jax.config.update("jax_numpy_rank_promotion", "allow")
+
+
+@pytest.fixture(params=["qwen3", "llama"])
+def golden(request) -> Path:
+    """The directory of one of the two golden cases."""
+    return GOLDEN / request.param
+
+
+@pytest.fixture
+def golden_batch(golden) -> dict[str, np.ndarray]:
+    """The golden case's three rows as a batch."""
+    return load_batch(golden)
+
+
+def load_batch(golden: Path) -> dict[str, np.ndarray]:
+    saved = np.load(golden / "batch.npz")
+    segment_ids = saved["attention_mask"].astype(np.int32)
+    return {
+        "token_ids": saved["input_ids"].astype(np.int32),
+        "loss_mask": saved["loss_mask"].astype(np.int32),
+        "segment_ids": segment_ids,
+        "positions": np.arange(segment_ids.shape[1], dtype=np.int32) * segment_ids,
+    }
