@@ -26,23 +26,31 @@ class TrainState:
 
 
 def new_state(params: nnx.State, constants: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
-    """A state before the first update; optimizer moments are sharded as their parameters."""
-    mesh = jax.tree.leaves(params)[0].sharding.mesh
-    abstract = jax.eval_shape(optimizer.init, params)
-    shardings = optax.tree.map_params(
+    """The state before the first update."""
+    shardings = jax.tree.map(lambda x: x.sharding, abstract_state(params, constants, optimizer))
+    opt_state = jax.jit(optimizer.init, out_shardings=shardings.opt_state)(params)
+    return TrainState(jax.device_put(jnp.int32(0), shardings.step), params, constants, opt_state)
+
+
+def abstract_state(params: nnx.State, constants: nnx.State, optimizer: optax.GradientTransformation) -> TrainState:
+    """Shapes, dtypes and shardings of a state, from arrays or from abstract values that carry their shardings.
+
+    Moments are sharded as their parameters.
+    """
+
+    def abstract(x, sharding):
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=sharding)
+
+    params, constants = jax.tree.map(lambda x: abstract(x, x.sharding), (params, constants))
+    whole = replicated(jax.tree.leaves(params)[0].sharding.mesh)
+    opt_state = optax.tree.map_params(
         optimizer,
-        lambda _, parameter: parameter.sharding,
-        abstract,
+        lambda moment, parameter: abstract(moment, parameter.sharding),
+        jax.eval_shape(optimizer.init, params),
         params,
-        transform_non_params=lambda _: replicated(mesh),
+        transform_non_params=lambda x: abstract(x, whole),
     )
-    opt_state = jax.jit(optimizer.init, out_shardings=shardings)(params)
-    return TrainState(jax.device_put(jnp.int32(0), replicated(mesh)), params, constants, opt_state)
-
-
-def abstract_state(state: TrainState) -> TrainState:
-    """Shapes, dtypes and shardings of a state: what restoring needs."""
-    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), state)
+    return TrainState(jax.ShapeDtypeStruct((), jnp.int32, sharding=whole), params, constants, opt_state)
 
 
 def make_train_step(

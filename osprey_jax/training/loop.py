@@ -1,0 +1,282 @@
+"""The training loop, one for both stages. Knows nothing of the objective.
+
+Metrics of a step are read while the next one runs, so that the devices never wait for the console.
+"""
+
+import contextlib
+import dataclasses
+import json
+import math
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import yaml
+from tensorboardX import SummaryWriter
+from tqdm import tqdm
+
+from osprey_jax.command import UserError
+from osprey_jax.config import Run
+from osprey_jax.data.pipeline import batches, eval_batches
+from osprey_jax.data.tokenizer import copy_tokenizer
+from osprey_jax.files import write_json, write_text
+from osprey_jax.training.checkpoint import Checkpoints
+from osprey_jax.training.mesh import BOTH, rows_over
+from osprey_jax.training.optimizer import learning_rate, make_optimizer
+from osprey_jax.training.stages import Stage
+from osprey_jax.training.state import abstract_state, make_eval_step, make_train_step, new_state
+
+# What may differ between a run and its continuation: where and how often, not what is computed.
+FREE_KEYS = ("run_dir", "log_every", "eval_every", "checkpoints", "mesh")
+
+
+def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
+    """Run `stage` to its last step, going on from the newest intact checkpoint of `config.run_dir`.
+
+    SIGTERM and SIGINT save and return. Writes `config.yaml`, `model/`, `checkpoints/`, `metrics.jsonl`,
+    `tensorboard/` and, of conversations, `rejected.jsonl`.
+
+    Raises:
+      UserError: the run directory belongs to something else, or the loss stopped being finite.
+    """
+    steps = config.steps if config.steps is not None else config.epochs * len(stage.rows) // config.batch_size
+    if config.epochs is not None and steps == 0:
+        raise UserError(f"{len(stage.rows)} rows x {config.epochs} epochs make no batch of {config.batch_size} rows")
+    optimizer = make_optimizer(config.optimizer, steps)
+    rate = learning_rate(config.optimizer, steps)
+    train_step = make_train_step(stage.objective, optimizer, mesh)
+    eval_step = make_eval_step(stage.objective, mesh)
+    facts = {"config": _what_matters(config), "data": stage.rows.fingerprint, **stage.fingerprints}
+    _open_run_directory(config, stage)
+
+    with contextlib.ExitStack() as stack:
+        checkpoints = stack.enter_context(Checkpoints(config.run_dir / "checkpoints", keep=config.checkpoints.keep))
+        restored = checkpoints.restore(
+            abstract_state(*stage.abstract, optimizer), lambda saved: _check_same_run(saved, facts, config.run_dir)
+        )
+        state, _, start = restored or (new_state(*stage.start(), optimizer), facts, 0)
+        _print_plan(config, stage, mesh, steps, start)
+        if restored and start >= steps:
+            print(f"already at step {start} of {steps}: nothing to do")
+            return
+        log = stack.enter_context(_Log(config.run_dir, start, steps, config.log_every))
+        stopped = stack.enter_context(_stop_signals())
+        source = batches(
+            stage.rows,
+            batch_size=config.batch_size,
+            seed=config.seed,
+            start=start * config.batch_size,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+        )
+        unread: _Unread | None = None
+        for step in range(start + 1, steps + 1):
+            batch = next(source)
+            row_numbers = batch.pop("row")
+            tokens = int(np.count_nonzero(batch["segment_ids"])) * jax.process_count()
+            state, metrics = train_step(state, stage.frozen, _place(batch, mesh, config.accumulation))
+            if unread is not None:
+                unread.read(stage, log)
+            unread = _Unread(step, metrics, row_numbers, tokens, float(rate(step - 1)))
+
+            last, evaluates = step == steps, config.eval_every is not None and step % config.eval_every == 0
+            if last or stopped() or step % config.checkpoints.every == 0 or evaluates:
+                unread.read(stage, log)  # a state is saved only once its metrics are known to be finite
+                unread = None
+            if (evaluates or last) and stage.eval_rows is not None:
+                log.evaluation(step, evaluate(stage, eval_step, state, mesh, config.batch_size // config.accumulation))
+            if last or stopped() or step % config.checkpoints.every == 0:
+                checkpoints.save(step, state, facts)
+            if stopped() and not last:
+                checkpoints.wait()
+                print(f"stopped at step {step} of {steps}, saved; run the same command to go on")
+                return
+        if steps == 0:
+            checkpoints.save(0, state, facts)
+        checkpoints.wait()
+    print(f"done: step {steps}, saved in {config.run_dir / 'checkpoints'}")
+
+
+def evaluate(stage: Stage, eval_step: Callable, state: Any, mesh: jax.sharding.Mesh, rows: int) -> dict[str, float]:
+    """Means over all held-out rows, whatever their number."""
+    totals = None
+    process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
+    for batch in eval_batches(stage.eval_rows, rows, **process):
+        batch.pop("row")
+        metrics = eval_step(state, stage.frozen, jax.tree.map(lambda x: x[0], _place(batch, mesh, 1)))
+        totals = metrics if totals is None else jax.tree.map(jax.numpy.add, totals, metrics)
+    return stage.objective.report(jax.device_get(totals))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Unread:
+    """A step whose metrics are still on the devices."""
+
+    step: int
+    metrics: dict[str, jax.Array]
+    row_numbers: np.ndarray
+    tokens: int
+    rate: float
+
+    def read(self, stage: Stage, log: "_Log") -> None:
+        """Log the step. `UserError` where its loss or gradient is not finite."""
+        metrics = jax.device_get(self.metrics)
+        if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["grad_norm"]):
+            ids = ", ".join(stage.rows.ids[i] for i in self.row_numbers[:16])
+            raise UserError(
+                f"step {self.step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; nothing of it is "
+                f"saved. Its rows: {ids}. Lower optimizer.learning_rate, or look at these records"
+            )
+        values = stage.objective.report(metrics) | {"grad_norm": float(metrics["grad_norm"])}
+        log.update(self.step, values | {"learning_rate": self.rate}, self.tokens)
+
+
+def _place(batch: dict[str, np.ndarray], mesh: jax.sharding.Mesh, parts: int) -> dict[str, jax.Array]:
+    """This process's rows (rows, S) as a global array (parts, rows of a part, S) over all devices."""
+    sharding = rows_over(mesh, BOTH, leading=1)
+    parted = {name: array.reshape(parts, -1, array.shape[-1]) for name, array in batch.items()}
+    return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in parted.items()}
+
+
+# ---- the run directory
+
+
+def _what_matters(config: Run) -> dict:
+    return json.loads(config.model_dump_json(exclude=set(FREE_KEYS)))
+
+
+def _open_run_directory(config: Run, stage: Stage) -> None:
+    run_dir: Path = config.run_dir
+    if run_dir.exists() and (not run_dir.is_dir() or (any(run_dir.iterdir()) and not _is_run(run_dir))):
+        raise UserError(f"run_dir {run_dir} holds something that is not a run; choose another")
+    if jax.process_index() != 0:
+        return
+    (run_dir / "model").mkdir(parents=True, exist_ok=True)
+    if not (run_dir / "checkpoints").exists():  # else it describes what the checkpoints were made with
+        write_text(run_dir / "config.yaml", yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False))
+        write_json(run_dir / "model" / "config.json", stage.hf_config)
+        copy_tokenizer(stage.tokenizer, run_dir / "model")
+        lines = [json.dumps(dataclasses.asdict(rejection), ensure_ascii=False) for rejection in stage.rejected]
+        write_text(run_dir / "rejected.jsonl", "".join(f"{line}\n" for line in lines))
+
+
+def _is_run(run_dir: Path) -> bool:
+    return (run_dir / "model").is_dir()
+
+
+def _check_same_run(saved: dict, now: dict, run_dir: Path) -> None:
+    """`UserError` naming the first difference that would make this another run."""
+    before, after = _flat(saved), _flat(now)
+    for key in sorted(before.keys() | after.keys()):
+        if before.get(key) != after.get(key):
+            raise UserError(
+                f"{run_dir}: its checkpoints were made with {key} {before.get(key)!r}, now it is {after.get(key)!r}; "
+                "go on with the old value or choose another run_dir"
+            )
+
+
+def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
+    flat = {}
+    for key, value in tree.items():
+        flat |= _flat(value, f"{prefix}{key}.") if isinstance(value, dict) and value else {f"{prefix}{key}": value}
+    return flat
+
+
+def _print_plan(config: Run, stage: Stage, mesh: jax.sharding.Mesh, steps: int, start: int) -> None:
+    sizes = [math.prod(x.shape) for x in jax.tree.leaves(stage.abstract[0])]
+    supervised = int(stage.rows.arrays["loss_mask"].sum())
+    real = int(np.count_nonzero(stage.rows.arrays["segment_ids"]))
+    lines = [
+        f"{sum(sizes):,} trained parameters on {mesh.devices.size} device(s), data {mesh.shape['data']} x tensor "
+        f"{mesh.shape['tensor']}, {config.compute_dtype}",
+        f"{len(stage.rows):,} rows of {stage.rows.length}: {real:,} tokens, {supervised:,} supervised, "
+        f"{len(stage.rejected)} records rejected",
+        *stage.notes,
+        f"steps {start}..{steps}, {config.batch_size} rows each in {config.accumulation} part(s)",
+    ]
+    print("\n".join(lines), flush=True)
+
+
+@contextlib.contextmanager
+def _stop_signals() -> Iterator[Callable[[], bool]]:
+    """Whether SIGTERM or SIGINT has come. A second one acts as without this."""
+    received = []
+
+    def note(number, frame):
+        received.append(number)
+        for name, handler in before.items():
+            signal.signal(name, handler)
+
+    before = {name: signal.signal(name, note) for name in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield lambda: bool(received)
+    finally:
+        for name, handler in before.items():
+            signal.signal(name, handler)
+
+
+class _Log:
+    """Progress on the console, `metrics.jsonl` and TensorBoard. The first process writes, the others are silent."""
+
+    def __init__(self, run_dir: Path, start: int, steps: int, every: int):
+        self._every, self._steps, self._start = every, steps, start
+        self._tokens, self._since = 0, time.perf_counter()
+        self._active = jax.process_index() == 0
+        if self._active:
+            path = run_dir / "metrics.jsonl"
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= start] if path.exists() else []
+            write_text(path, "".join(f"{line}\n" for line in kept))  # without what a lost part of the run wrote
+            self._file = path.open("a")
+            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start)
+        self._bar = tqdm(total=steps, initial=start, unit="step", disable=not self._active or not sys.stderr.isatty())
+
+    def update(self, step: int, values: dict[str, float], tokens: int) -> None:
+        self._tokens += tokens
+        self._bar.update(step - self._bar.n)
+        # The first step compiles: it says nothing of the speed.
+        first = step == self._start + 1
+        if step % self._every == 0 or first or step == self._steps:
+            now = time.perf_counter()
+            speed = {} if first else {"tokens_per_second": self._tokens / (now - self._since)}
+            self._tokens, self._since = 0, now
+            self._write("train", step, values | speed)
+
+    def evaluation(self, step: int, values: dict[str, float]) -> None:
+        self._write("eval", step, values)
+        self._since = time.perf_counter()
+
+    def _write(self, split: str, step: int, values: dict[str, float]) -> None:
+        if not self._active:
+            return
+        self._file.write(json.dumps({"step": step, "split": split} | values) + "\n")
+        self._file.flush()
+        for name, value in values.items():
+            self._board.add_scalar(f"{split}/{name}", value, step)
+        shown = {name: value for name, value in values.items() if name not in ("learning_rate", "grad_norm")}
+        text = "  ".join(
+            f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.3f}" for name, value in shown.items()
+        )
+        tqdm.write(f"{split} {step}/{self._steps}  {text}", file=sys.stdout)
+        sys.stdout.flush()
+
+    def __enter__(self) -> "_Log":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self._bar.close()
+        if self._active:
+            self._file.close()
+            self._board.close()
+
+
+def _step_of(line: str) -> int:
+    """The step of a line of metrics; a torn last line belongs to none."""
+    try:
+        return json.loads(line)["step"]
+    except (ValueError, KeyError, TypeError):
+        return sys.maxsize
