@@ -11,9 +11,10 @@ import gc
 import json
 import logging
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Self
+from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +23,8 @@ from flax import nnx
 from jax.experimental import multihost_utils
 
 from osprey_jax.command import UserError
+
+T = TypeVar("T")
 
 logger = logging.getLogger(__name__)
 
@@ -232,11 +235,21 @@ def _newest_intact(
 def _read(path: Path, abstract: dict[str, Any], prefix: str, check: Check | None) -> tuple[dict[str, jax.Array], dict]:
     """(arrays, facts) of one step: the leaves under `prefix`, which must be those of `abstract`."""
     handler = ocp.PyTreeCheckpointHandler()
-    with _reading():
+
+    def read_about():
         about = ocp.JsonCheckpointHandler().restore(path / "about")
-        facts, checksums = about["facts"], about["checksums"]
         saved = handler.metadata(path / "state").tree
         saved = {name: (leaf.shape, leaf.dtype) for name, leaf in saved.items() if name.startswith(prefix)}
+        return about["facts"], about["checksums"], saved
+
+    def read_arrays():
+        arrays = handler.restore(path / "state", args=args)
+        for name, checksum in _checksums(arrays).items():
+            if checksum != checksums[name]:
+                raise _Damaged(f"the bytes of {name} have changed since they were saved")
+        return arrays
+
+    facts, checksums, saved = _reading(read_about)
     if check is not None:
         check(facts)
     _compare(path, saved, abstract)
@@ -247,12 +260,7 @@ def _read(path: Path, abstract: dict[str, Any], prefix: str, check: Check | None
         for name, leaf in abstract.items()
     }
     args = ocp.args.PyTreeRestore(dict(abstract), restore_args=restore_args, partial_restore=True)
-    with _reading():
-        arrays = handler.restore(path / "state", args=args)
-        for name, checksum in _checksums(arrays).items():
-            if checksum != checksums[name]:
-                raise _Damaged(f"the bytes of {name} have changed since they were saved")
-    return arrays, facts
+    return _reading(read_arrays), facts
 
 
 def _compare(path: Path, saved: dict[str, tuple], abstract: dict[str, Any]) -> None:
@@ -272,25 +280,26 @@ def _compare(path: Path, saved: dict[str, tuple], abstract: dict[str, Any]) -> N
             )
 
 
-@contextlib.contextmanager
-def _reading() -> Iterator[None]:
-    """Whatever Orbax raises over damaged files becomes `_Damaged`, and the reads it leaves behind end in silence.
+def _reading(read: Callable[[], T]) -> T:
+    """`read()`, where whatever Orbax raises over damaged files becomes `_Damaged`.
 
-    Running out of memory says nothing about the files and passes through.
+    Running out of memory says nothing about the files and passes through. The reads that Orbax abandons after an error
+    complain about it through the interpreter's hooks, in pages of tracebacks: these are kept quiet.
     """
     hooks = sys.unraisablehook, sys.excepthook
     try:
         sys.unraisablehook = sys.excepthook = lambda *_: None
-        yield
-    except (_Damaged, MemoryError, jax.errors.JaxRuntimeError):
-        raise
-    except Exception as error:
-        if isinstance(error.__cause__, MemoryError):
+        try:
+            return read()
+        except (_Damaged, MemoryError, jax.errors.JaxRuntimeError):
             raise
-        reason = _reason(error.__cause__ or error)
-        error.__traceback__ = None  # frees the abandoned coroutines, which complain as they go
-        gc.collect()
-        raise _Damaged(reason) from None
+        except Exception as error:
+            if isinstance(error.__cause__, MemoryError):
+                raise
+            reason = _reason(error.__cause__ or error)
+        time.sleep(0.2)  # reads of other arrays may still be running
+        gc.collect()  # here, where nothing holds the error any more, so that the abandoned reads end now
+        raise _Damaged(reason)
     finally:
         sys.unraisablehook, sys.excepthook = hooks
 

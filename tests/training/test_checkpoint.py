@@ -325,8 +325,10 @@ def test_other_number_of_devices(tmp_path, kind):
     assert_same(read_params(tmp_path / "eight", abstract(make_state(0).params))[0], make_state(4).params)
 
 
-@pytest.mark.parametrize("delay", [0.0, 0.005, 0.02, 0.1])
-def test_killed_during_a_save(tmp_path, delay):
+@pytest.mark.parametrize(
+    ("first", "delay"), [("kill", 0.0), ("save", 0.0), ("save", 0.02), ("save", 0.05)], ids=lambda value: str(value)
+)
+def test_killed_during_a_save(tmp_path, first, delay):
     """A machine may vanish at any moment of a save: the run goes on from a complete step, the rest is swept away."""
     code = (
         "import os, signal, threading, time\n"
@@ -335,8 +337,9 @@ def test_killed_during_a_save(tmp_path, delay):
         "big = t.make_state(2)\n"
         "big.params['large'] = t.nnx.Param(jax.random.normal(jax.random.key(0), (4000, 1000)))\n"
         "jax.block_until_ready(big)\n"
-        f"threading.Thread(target=lambda: (time.sleep({delay}), os.kill(os.getpid(), signal.SIGKILL))).start()\n"
-        "c.save(2, big, t.FACTS); c.wait(); time.sleep(10)\n"
+        f"kill = threading.Thread(target=lambda: (time.sleep({delay}), os.kill(os.getpid(), signal.SIGKILL))).start\n"
+        "save = lambda: c.save(2, big, t.FACTS)\n"
+        f"{first}(); {'save' if first == 'kill' else 'kill'}(); c.wait(); time.sleep(10)\n"
     )
     child = run_child(code, tmp_path)
     assert child.returncode == -9, child.stderr
