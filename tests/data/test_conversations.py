@@ -10,6 +10,7 @@ from osprey_jax.command import UserError
 from osprey_jax.data.conversations import (
     Record,
     Rejection,
+    _masked,
     asking_messages,
     conversation_rows,
     prompt_messages,
@@ -126,12 +127,13 @@ def test_rejections(read, content, reason):
 
 def test_files(tmp_path):
     """Globs are sorted, a file that two patterns match is read once, `.gz` is unpacked."""
-    (tmp_path / "b.jsonl").write_bytes(line(PAIR, id="b"))
+    for name in "dfbec":
+        (tmp_path / f"{name}.jsonl").write_bytes(line(PAIR, id=name))
     (tmp_path / "a[1].jsonl").write_bytes(line(PAIR, id="a"))
-    with gzip.open(tmp_path / "c.jsonl.gz", "wb") as packed:
-        packed.write(line(PAIR, id="c"))
+    with gzip.open(tmp_path / "g.jsonl.gz", "wb") as packed:
+        packed.write(line(PAIR, id="g"))
     patterns = [str(tmp_path / "*.jsonl"), str(tmp_path / "a[1].jsonl"), str(tmp_path / "**/*.gz")]
-    assert [record.id for record in read_records(patterns)] == ["a", "b", "c"]
+    assert [record.id for record in read_records(patterns)] == [*"abcdefg"]
 
 
 def test_no_match(tmp_path):
@@ -158,7 +160,16 @@ def test_prompts():
     assert asking_messages(messages) == [system, USER, USER]
 
 
-# ---- rows
+# ---- tokens and rows
+
+
+def test_tokens_without_characters(make_tokenizer):
+    """At a span's edge they belong to what lies outside, within it to the span."""
+    encoding = make_tokenizer().backend_tokenizer.encode("no  yes  no")  # the offsets leave spaces out
+    assert encoding.tokens == ["no", "Ġ", "Ġyes", "Ġ", "Ġno"]
+    assert encoding.offsets == [(0, 2), (3, 3), (4, 7), (8, 8), (9, 11)]
+    assert _masked(encoding, [(3, 11)], 100)[1].tolist() == [0, 0, 1, 1, 1]
+    assert _masked(encoding, [(0, 8)], 100)[1].tolist() == [1, 1, 1, 0, 0]
 
 
 @pytest.fixture

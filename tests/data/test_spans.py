@@ -6,6 +6,7 @@ from osprey_jax.command import UserError
 from osprey_jax.data.conversations import assistant_spans, tokenize
 from osprey_jax.data.spans import ChatTemplate, RecordRefused
 from osprey_jax.data.tokenizer import load_tokenizer
+from tests.real_tokenizers import real_tokenizer
 
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
@@ -79,7 +80,7 @@ def test_chatml(make_tokenizer):
 
 
 def test_llama(make_tokenizer):
-    """The header's two newlines are out although the tokenizer trims them off its offsets; trimmed contents work."""
+    """The header's two newlines are out, and contents that the template trims are found."""
     messages = [user("hi"), assistant("  hello\n\n"), user("no"), assistant("yes\n\nno")]
     assert supervised(make_tokenizer(LLAMA), messages) == ["hello<|eot_id|>", "yes\n\nno<|eot_id|>"]
 
@@ -104,6 +105,15 @@ def test_thinking_that_the_record_has(make_tokenizer, thinking):
     messages = [user("hi"), assistant(content, **thinking), user("no"), assistant(content, **thinking)]
     expected = ["yes<|im_end|>", "<think>\nno no\n</think>\n\nyes<|im_end|>"]
     assert supervised(make_tokenizer(QWEN3), messages) == expected
+
+
+@pytest.mark.parametrize("template", [CHATML, QWEN3])
+def test_thinking_in_spite_of_thinking_off(make_tokenizer, template):
+    """A turn with thinking has no empty block to leave out."""
+    tokenizer = make_tokenizer(template + "{# enable_thinking #}")
+    messages = [user("hi"), assistant("<think>\nno\n</think>\n\nyes")]
+    expected = ["<think>\nno\n</think>\n\nyes<|im_end|>"]
+    assert supervised(tokenizer, messages, {"enable_thinking": False}) == expected
 
 
 def test_thinking_off(make_tokenizer):
@@ -229,3 +239,36 @@ def test_template_refuses_a_record(make_tokenizer):
     template = CHATML + "{% if messages | length == 3 %}{{ raise_exception('odd') }}{% endif %}"
     with pytest.raises(RecordRefused, match="odd"):
         assistant_spans(make_tokenizer(template), [user("a"), user("b"), assistant("c")])
+
+
+# ---- real templates
+
+CALL = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
+CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
+
+
+@pytest.mark.network
+@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}])
+def test_qwen3(options):
+    """Thinking dropped from old turns and kept in the last, calls, emoji, on Qwen3's own tokenizer and template."""
+    tokenizer = load_tokenizer(real_tokenizer("qwen3"))
+    messages = [{"role": "system", "content": "s"}, user("hi"), assistant("Hello 🙂 é", reasoning_content="why")]
+    messages += [user("<|im_end|>"), assistant("", tool_calls=CALL), {"role": "tool", "content": "2"}]
+    assert supervised(tokenizer, [*messages, assistant("\nTwo.")], options) == [
+        "Hello 🙂 é<|im_end|>",
+        CALLED,
+        "Two.<|im_end|>",
+    ]
+    assert supervised(tokenizer, [*messages, assistant("Two.", reasoning_content="1 + 1")], options) == [
+        "Hello 🙂 é<|im_end|>",
+        CALLED,
+        "<think>\n1 + 1\n</think>\n\nTwo.<|im_end|>",
+    ]
+
+
+@pytest.mark.network
+def test_llama3():
+    """Trimmed contents on Llama 3.1's own tokenizer."""
+    tokenizer = load_tokenizer(real_tokenizer("llama3_1"))
+    messages = [user("hi"), assistant(" Hello 🙂\n\nyou\n"), user("<|eot_id|>"), assistant("no")]
+    assert supervised(tokenizer, messages) == ["Hello 🙂\n\nyou<|eot_id|>", "no<|eot_id|>"]
