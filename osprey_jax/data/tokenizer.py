@@ -1,5 +1,6 @@
 """A checkpoint's tokenizer."""
 
+import shutil
 from pathlib import Path
 
 import transformers
@@ -31,7 +32,20 @@ def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) ->
         raise UserError(f"{directory}: no usable tokenizer ({error})") from error
 
 
+def rows_needed(tokenizer: transformers.PreTrainedTokenizerBase) -> int:
+    """Rows of an embedding that holds every id of the tokenizer: its entries, and more where ids have gaps."""
+    return 1 + max(tokenizer.get_vocab().values(), default=-1)
+
+
 def check_tokenizer(tokenizer: transformers.PreTrainedTokenizerBase, vocab_size: int, where: str) -> None:
     """`UserError` where a tokenizer can produce ids that a model of `vocab_size` rows does not have."""
-    if len(tokenizer) > vocab_size:
-        raise UserError(f"{where}: the tokenizer has {len(tokenizer)} entries, the model only {vocab_size} rows")
+    needed = rows_needed(tokenizer)
+    if needed > vocab_size:
+        raise UserError(f"{where}: the tokenizer needs {needed} rows, the model has only {vocab_size}")
+
+
+def copy_tokenizer(source: Path, out: Path) -> None:
+    """Copy the tokenizer's files, chat template and generation config, as far as `source` has them."""
+    for name in TOKENIZER_FILES:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, out / name)

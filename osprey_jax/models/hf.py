@@ -101,6 +101,39 @@ class TensorFiles:
             )
 
 
+def tensor_shapes(model: nnx.Module) -> dict[str, tuple[int, ...]]:
+    """Shape of every parameter of a `CausalLM` or `Drafter` (abstract will do) under its HF name."""
+    is_drafter = isinstance(model, Drafter)
+    config = model.config.transformer if is_drafter else model.config
+    shapes = {}
+    for path, parameter in nnx.to_flat_state(nnx.state(model, nnx.Param)):
+        names = hf_names(path, num_layers=config.num_layers, drafter=is_drafter)
+        shape = tuple(parameter.shape)
+        shapes |= dict.fromkeys(names, shape[1:] if not is_drafter and path[0] == "layers" else shape)
+    return shapes
+
+
+def check_tensors(files: TensorFiles, model: nnx.Module) -> None:
+    """`UserError` naming a tensor that is missing, unexpected, of another shape than in `model`, or not floating."""
+    where, expected = files.directory, tensor_shapes(model)
+    extra = set(files) - set(expected)
+    if isinstance(model, Drafter):
+        extra -= {"t2d", "d2t"}
+    else:
+        # HF keeps neither: a tied head is the embedding, and the buffers follow from the config.
+        extra -= {"lm_head.weight"} if model.config.tie_word_embeddings else set()
+        extra = {name for name in extra if not name.endswith("rotary_emb.inv_freq")}
+    missing = sorted(set(expected) - set(files))
+    if missing:
+        raise UserError(f"{where}: missing {_some(missing)}")
+    if extra:
+        raise UserError(f"{where}: unexpected {_some(sorted(extra))}")
+    for name, shape in expected.items():
+        files.check_floating(name)
+        if files.shape(name) != shape:
+            raise UserError(f"{where}: {name} has shape {files.shape(name)}, the config asks for {shape}")
+
+
 def load_parameters(
     model: nnx.Module,
     directory: str | Path,
@@ -119,35 +152,15 @@ def load_parameters(
       UserError: a tensor is missing, unexpected, of another shape or of another kind of number; it is named.
     """
     files = TensorFiles(directory)
-    where, is_drafter = files.directory, isinstance(model, Drafter)
+    check_tensors(files, model)
+    is_drafter = isinstance(model, Drafter)
     config = model.config.transformer if is_drafter else model.config
-    expected: dict[str, tuple[int, ...]] = {}
     plan = []
     state = nnx.state(model)
     for path, variable in nnx.to_flat_state(state):
-        if isinstance(variable, VocabularyMap):
-            continue
-        names = hf_names(path, num_layers=config.num_layers, drafter=is_drafter)
-        shape = tuple(variable.shape)
-        stacked = not is_drafter and path[0] == "layers"
-        expected |= dict.fromkeys(names, shape[1:] if stacked else shape)
-        plan.append((path, names, shape, stacked))
-    extra = set(files) - set(expected)
-    if is_drafter:
-        extra -= {"t2d", "d2t"}
-    else:
-        # HF keeps neither: a tied head is the embedding, and the buffers follow from the config.
-        extra -= {"lm_head.weight"} if config.tie_word_embeddings else set()
-        extra = {name for name in extra if not name.endswith("rotary_emb.inv_freq")}
-    missing = sorted(set(expected) - set(files))
-    if missing:
-        raise UserError(f"{where}: missing {_some(missing)}")
-    if extra:
-        raise UserError(f"{where}: unexpected {_some(sorted(extra))}")
-    for name, shape in expected.items():
-        files.check_floating(name)
-        if files.shape(name) != shape:
-            raise UserError(f"{where}: {name} has shape {files.shape(name)}, the config asks for {shape}")
+        if not isinstance(variable, VocabularyMap):
+            names = hf_names(path, num_layers=config.num_layers, drafter=is_drafter)
+            plan.append((path, names, tuple(variable.shape), not is_drafter and path[0] == "layers"))
 
     by_path = {} if shardings is None else dict(nnx.to_flat_state(shardings))
     default = jax.sharding.SingleDeviceSharding(jax.devices()[0])
@@ -167,6 +180,15 @@ def load_parameters(
         sharding = by_path[path].get_value() if path in by_path else default
         loaded[path] = loaded[path].replace(jax.device_put(target_ids, sharding))
     return nnx.from_flat_state(loaded)
+
+
+def load_embedding(directory: str | Path, like: jax.ShapeDtypeStruct | jax.Array, sharding) -> jax.Array:
+    """The token embedding of a `CausalLM` checkpoint alone, of the shape and dtype of `like`."""
+    files, name = TensorFiles(directory), "model.embed_tokens.weight"
+    if name not in files or files.shape(name) != like.shape:
+        raise UserError(f"{files.directory}: no {name} of shape {like.shape}")
+    read = lambda index: files.read(name, index, like.dtype)  # noqa: E731
+    return jax.make_array_from_callback(like.shape, sharding, read, dtype=like.dtype)
 
 
 def read_vocabulary_map(files: TensorFiles, config: DrafterConfig) -> np.ndarray:
