@@ -109,15 +109,6 @@ def prompts(lengths, vocab_size=11, seed=0) -> list[list[int]]:
     return [rng.integers(0, vocab_size, n).tolist() for n in lengths]
 
 
-@pytest.fixture(scope="package", autouse=True)
-def compile_fast():
-    """These tests compile many programs and run each for an instant: XLA's optimisations cost more than they give."""
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", True)
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-
-
 @pytest.fixture(scope="session")
 def make():
     """The builders above."""

@@ -1,0 +1,65 @@
+"""A target as it is served: model, tokenizer, chat template, where a turn ends and how long it may get."""
+
+import dataclasses
+import hashlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import jax.numpy as jnp
+import transformers
+
+from osprey_jax.data.spans import ChatTemplate
+from osprey_jax.data.tokenizer import check_tokenizer, load_tokenizer
+from osprey_jax.decoding.requests import stop_token_ids, token_limit
+from osprey_jax.models.causal_lm import CausalLM
+from osprey_jax.models.hf import load_causal_lm
+from osprey_jax.models.hf_config import transformer_config
+from osprey_jax.models.transformer import TransformerConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Target:
+    """Everything but the weights, which are read last (`load`): what is wrong with the rest shows at once."""
+
+    directory: Path
+    config: TransformerConfig
+    tokenizer: transformers.PreTrainedTokenizerBase
+    template: ChatTemplate
+    stop_ids: tuple[int, ...]
+
+    def load(self, dtype: jnp.dtype) -> CausalLM:
+        return load_causal_lm(self.directory, dtype=dtype)
+
+    def prompt_ids(self, messages: list[dict]) -> list[int]:
+        """Token ids of a conversation up to where the assistant's turn begins. Raises `RecordRefused`."""
+        text = self.template.render(messages, add_generation_prompt=True)
+        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
+
+    def limit(self, prompt: list[int], max_new_tokens: int) -> int | None:
+        """New tokens that `prompt` may get; None where it is too long for the context."""
+        return token_limit(len(prompt), max_new_tokens, self.config.max_position_embeddings)
+
+    def text(self, token_ids: list[int]) -> str:
+        """What was generated, as a message's content: without the terminator and other special tokens."""
+        kept = token_ids[:-1] if token_ids and token_ids[-1] in self.stop_ids else token_ids
+        return self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+
+
+def open_target(directory: Path, template_options: dict[str, Any]) -> Target:
+    """Raises `UserError` where the checkpoint is unusable, except for its weights."""
+    config, tokenizer = transformer_config(directory), load_tokenizer(directory)
+    check_tokenizer(tokenizer, config.vocab_size, str(directory))
+    template = ChatTemplate(tokenizer, template_options)
+    return Target(directory, config, tokenizer, template, stop_token_ids(directory, tokenizer))
+
+
+def content_hash(paths: Iterable[Path]) -> str:
+    """sha256 over the contents of files, and over the names and contents of the files in directories."""
+    digest = hashlib.sha256()
+    for path in paths:
+        for file in [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file()):
+            with file.open("rb") as stream:
+                content = hashlib.file_digest(stream, "sha256").hexdigest()
+            digest.update(f"{'' if file == path else file.name} {content}\n".encode())
+    return digest.hexdigest()

@@ -1,0 +1,184 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from osprey_jax import regenerate as module
+from osprey_jax.command import UserError
+from osprey_jax.config import RegenerateConfig
+from osprey_jax.decoding.generate import generate
+from osprey_jax.decoding.requests import Request
+from osprey_jax.decoding.target import open_target
+from osprey_jax.regenerate import regenerate
+
+GOLDEN = Path(__file__).parent / "golden"
+TARGET = GOLDEN / "qwen3/target"
+
+RECORDS = [
+    {"id": "b", "conversations": [{"role": "user", "content": "The license"}, {"role": "assistant", "content": "no"}]},
+    {
+        "id": "a",
+        "source": {"kept": True},
+        "conversations": [
+            {"role": "system", "content": "Be brief"},
+            {"role": "user", "content": "all of the work " * 4},
+            {"role": "assistant", "content": "an old answer"},
+            {"role": "user", "content": "of it"},
+        ],
+    },
+    {"id": "c", "conversations": [{"role": "user", "content": "software"}]},
+]
+
+
+def write(path, records):
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def read(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.fixture
+def config(tmp_path):
+    write(tmp_path / "in.jsonl", RECORDS)
+
+    def make(**changes):
+        values = {
+            "target": TARGET,
+            "input": [str(tmp_path / "in.jsonl")],
+            "output": tmp_path / "out/x.jsonl",
+            "max_new_tokens": 12,
+            "batch_size": 2,
+        }
+        return RegenerateConfig(**values | changes)
+
+    return make
+
+
+def test_the_target_writes_every_assistant_turn(config):
+    """Order and other fields stay; each turn is what the target says to the turns before it, its own included."""
+    regenerate(config())
+    written = read(config().output)
+    assert [record["id"] for record in written] == ["b", "a", "c"]
+    assert written[1]["source"] == {"kept": True}
+    target = open_target(TARGET, {})
+    model = target.load("float32")
+    for record, source in zip(written, RECORDS, strict=True):
+        messages = record["conversations"]
+        asked = [message for message in messages if message["role"] != "assistant"]
+        assert asked == [message for message in source["conversations"] if message["role"] != "assistant"]
+        assert messages[-1]["role"] == "assistant"
+        answers = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+        assert len(answers) == len(record["finish_reasons"])
+        for i, reason in zip(answers, record["finish_reasons"], strict=True):
+            request = Request(target.prompt_ids(messages[:i]), 12)
+            completion = generate(model, [request], stop_ids=target.stop_ids)[0]
+            assert messages[i]["content"] == target.text(completion.token_ids)
+            assert reason == completion.finish_reason
+    assert not list(config().output.parent.glob("*.partial"))
+
+
+def test_a_killed_run_goes_on_where_it_stopped(config, monkeypatch):
+    """Nothing finished is done again, a line cut off by the kill is, and the result is that of a run in one go."""
+    sampled = {"temperature": 1.0, "top_p": 0.9, "seed": 4}
+    whole = config(output=config().output.with_name("whole.jsonl"), **sampled)
+    regenerate(whole)
+    calls = []
+
+    def counted(model, requests, **options):
+        calls.append(len(requests))
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return generate(model, requests, **options)
+
+    monkeypatch.setattr(module, "generate", counted)
+    with pytest.raises(KeyboardInterrupt):
+        regenerate(config(**sampled))
+    partial = config().output.with_name("x.jsonl.partial")
+    lines = partial.read_text().splitlines()
+    assert len(lines) == 3  # the header and the first group
+    partial.write_text("\n".join([*lines[:2], lines[2][:-9]]))
+    regenerate(config(**sampled))
+    assert config().output.read_text() == whole.output.read_text()
+    calls.clear()
+    partial.write_text("\n".join(lines) + "\n")
+    config().output.unlink()
+    calls += [0, 0]
+    regenerate(config(**sampled))
+    assert sum(calls) == 2, "only the two turns of the second group were missing"
+
+
+def test_sampling_does_not_depend_on_the_batch(config):
+    """A record's random numbers come from the seed, its id and the turn."""
+    outputs = []
+    for size in (1, 3):
+        made = config(temperature=1.5, batch_size=size, output=config().output.with_name(f"{size}.jsonl"))
+        regenerate(made)
+        outputs.append(read(made.output))
+    assert outputs[0] == outputs[1]
+
+
+def test_other_settings_are_not_mixed_in(config):
+    """A partial output of another temperature, input or target is refused, naming what changed."""
+    partial = config().output.with_name("x.jsonl.partial")
+    partial.parent.mkdir()
+    for text in ("", "not json\n", '{"index": 1}\n'):
+        partial.write_text(text)
+        with pytest.raises(UserError, match="not a partial output"):
+            regenerate(config())
+    partial.unlink()
+    module._resume(partial, {"temperature": 1.0, "seed": 0})
+    with pytest.raises(UserError, match="made with another seed, temperature;"):
+        module._resume(partial, {"temperature": 0.5, "seed": 1})
+    with pytest.raises(UserError, match="made with another"):
+        regenerate(config())
+    assert partial.exists()
+
+
+def test_an_existing_output_is_left_alone(config):
+    config().output.parent.mkdir()
+    config().output.write_text("mine")
+    with pytest.raises(UserError, match="already exists"):
+        regenerate(config())
+    assert config().output.read_text() == "mine"
+
+
+def test_records_without_use_are_listed(config, tmp_path, capsys):
+    """Too long for the context, nothing asked, malformed: counted by reason and listed, never silent."""
+    long = {"id": "long", "conversations": [{"role": "user", "content": "free software " * 300}]}
+    write(tmp_path / "in.jsonl", [long, {"id": "s", "conversations": [{"role": "system", "content": "x"}]}, RECORDS[2]])
+    with (tmp_path / "in.jsonl").open("a") as stream:
+        stream.write("{broken\n")
+    regenerate(config())
+    assert [record["id"] for record in read(config().output)] == ["c"]
+    rejected = read(config().output.with_name("x.jsonl.rejected"))
+    assert [r["reason"] for r in rejected] == [
+        "the prompt exceeds the target's context",
+        "no user turn",
+        "malformed JSON",
+    ]
+    assert "1 records: malformed JSON" in capsys.readouterr().out
+
+
+def test_no_usable_record_is_an_error(config, tmp_path):
+    write(tmp_path / "in.jsonl", [{"id": "x"}])
+    with pytest.raises(UserError, match="no usable conversation"):
+        regenerate(config())
+    assert not config().output.parent.exists()
+
+
+def test_a_turn_past_the_context_is_left_out(config, tmp_path):
+    """The conversation ends with the last answer that fits, and says how many user turns it lost."""
+    turns = [{"role": "user", "content": "of it"}, {"role": "user", "content": "free software " * 300}]
+    write(tmp_path / "in.jsonl", [{"id": "x", "conversations": [*turns, turns[0]]}])
+    regenerate(config())
+    [record] = read(config().output)
+    assert [message["role"] for message in record["conversations"]] == ["user", "assistant"]
+    assert record["unanswered"] == 2
+
+
+def test_the_terminator_is_no_part_of_the_text():
+    """The stop token ends the turn in the template's words, not in the content's."""
+    target = open_target(TARGET, {})
+    ids = target.tokenizer("of it", add_special_tokens=False)["input_ids"]
+    assert target.text([*ids, target.stop_ids[-1]]) == target.text(ids) == "of it"
