@@ -1,0 +1,33 @@
+"""Figures as PNG files, without a display."""
+
+import os
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+
+
+def heat_map(
+    path: Path, values: Sequence[Sequence[float | None]], rows: Sequence[str], columns: Sequence[str], title: str
+) -> None:
+    """Write `values` (rows x columns) as coloured, labelled cells to `path`; None is an empty cell."""
+    grid = np.array([[np.nan if value is None else value for value in row] for row in values], np.float64)
+    longest = max(map(len, rows))
+    figure = Figure(figsize=(2.2 + 0.09 * longest + 1.1 * len(columns), 1.6 + 0.5 * len(rows)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    shown = np.isfinite(grid)
+    image = axes.imshow(np.ma.masked_invalid(grid), cmap="viridis", aspect="auto")
+    middle = (np.min(grid[shown]) + np.max(grid[shown])) / 2 if shown.any() else 0.0
+    for (i, j), value in np.ndenumerate(grid):
+        if shown[i, j]:
+            axes.text(j, i, f"{value:.2f}", ha="center", va="center", color="black" if value > middle else "white")
+    axes.set_xticks(range(len(columns)), columns)
+    axes.set_yticks(range(len(rows)), rows)
+    axes.set_title(title)
+    figure.colorbar(image)
+    temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    figure.savefig(temporary, format="png", dpi=150)
+    os.replace(temporary, path)
