@@ -1,4 +1,4 @@
-"""Fixtures shared by all tests. Ranks never broadcast in silence in code under test."""
+"""Fixtures shared by all tests."""
 
 from pathlib import Path
 
@@ -8,7 +8,8 @@ import pytest
 
 GOLDEN = Path(__file__).parent / "golden"
 
-jax.config.update("jax_numpy_rank_promotion", "allow")
+# The tests compile far more than they compute.
+jax.config.update("jax_disable_most_optimizations", True)
 
 
 @pytest.fixture(params=["qwen3", "llama"])
@@ -32,3 +33,12 @@ def load_batch(golden: Path) -> dict[str, np.ndarray]:
         "segment_ids": segment_ids,
         "positions": np.arange(segment_ids.shape[1], dtype=np.int32) * segment_ids,
     }
+
+
+def pytest_collection_modifyitems(items):
+    """Tests of several devices need a process that was started with them."""
+    if jax.device_count() < 8:
+        flag = "XLA_FLAGS=--xla_force_host_platform_device_count=8"
+        for item in items:
+            if "multidevice" in item.keywords and "subprocess" not in item.keywords:
+                item.add_marker(pytest.mark.skip(reason=f"needs 8 devices: {flag} pytest -m multidevice"))

@@ -268,4 +268,5 @@ def write_checkpoint(directory: Path, tensors: Mapping[str, np.ndarray], config:
     """`model.safetensors` and `config.json` into an existing directory (see `files.new_directory`)."""
     contiguous = {name: np.ascontiguousarray(value) for name, value in tensors.items()}
     save_file(contiguous, directory / "model.safetensors", metadata={"format": "pt"})
+    (directory / "model.safetensors").chmod(0o644)  # safetensors leaves it to its owner alone: a server may be another
     write_json(directory / "config.json", config)

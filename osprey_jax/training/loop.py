@@ -22,6 +22,7 @@ from tqdm import tqdm
 
 from osprey_jax.command import UserError
 from osprey_jax.config import Run
+from osprey_jax.data.conversations import write_rejections
 from osprey_jax.data.pipeline import batches, eval_batches
 from osprey_jax.data.tokenizer import copy_tokenizer
 from osprey_jax.files import write_json, write_text
@@ -161,8 +162,7 @@ def _open_run_directory(config: Run, stage: Stage) -> None:
         write_text(run_dir / "config.yaml", yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False))
         write_json(run_dir / "model" / "config.json", stage.hf_config)
         copy_tokenizer(stage.tokenizer, run_dir / "model")
-        lines = [json.dumps(dataclasses.asdict(rejection), ensure_ascii=False) for rejection in stage.rejected]
-        write_text(run_dir / "rejected.jsonl", "".join(f"{line}\n" for line in lines))
+        write_rejections(run_dir / "rejected.jsonl", stage.rejected)
 
 
 def _is_run(run_dir: Path) -> bool:
