@@ -18,6 +18,7 @@ from typing import Any, Self, TypeVar
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import orbax.checkpoint as ocp
 from flax import nnx
 from jax.experimental import multihost_utils
@@ -212,18 +213,13 @@ def _newest_intact(
     steps = _complete_steps(directory) if only is None else [only]
     first_reason = None
     for step in steps:
-        reason, arrays, facts = "", {}, {}
         try:
             arrays, facts = _read(directory / str(step), abstract, prefix, check)
         except _Damaged as error:
-            reason = str(error)
-        # One process may read bytes that another does not: all go on from the same step.
-        if jax.process_count() > 1 and multihost_utils.process_allgather(jnp.bool_(reason)).any():
-            reason = reason or "another process cannot read it"
-        if not reason:
+            logger.warning("%s: checkpoint %d is damaged (%s)", directory, step, error)
+            first_reason = first_reason or error
+        else:
             return arrays, facts, step
-        logger.warning("%s: checkpoint %d is damaged (%s)", directory, step, reason)
-        first_reason = first_reason or reason
     if not steps:
         return None
     raise UserError(
@@ -240,14 +236,7 @@ def _read(path: Path, abstract: dict[str, Any], prefix: str, check: Check | None
         about = ocp.JsonCheckpointHandler().restore(path / "about")
         saved = handler.metadata(path / "state").tree
         saved = {name: (leaf.shape, leaf.dtype) for name, leaf in saved.items() if name.startswith(prefix)}
-        return about["facts"], about["checksums"], saved
-
-    def read_arrays():
-        arrays = handler.restore(path / "state", args=args)
-        for name, checksum in _checksums(arrays).items():
-            if checksum != checksums[name]:
-                raise _Damaged(f"the bytes of {name} have changed since they were saved")
-        return arrays
+        return about["facts"], {name: about["checksums"][name] for name in saved}, saved
 
     facts, checksums, saved = _reading(read_about)
     if check is not None:
@@ -260,7 +249,11 @@ def _read(path: Path, abstract: dict[str, Any], prefix: str, check: Check | None
         for name, leaf in abstract.items()
     }
     args = ocp.args.PyTreeRestore(dict(abstract), restore_args=restore_args, partial_restore=True)
-    return _reading(read_arrays), facts
+    arrays = _reading(lambda: handler.restore(path / "state", args=args))
+    for name, checksum in _checksums(arrays).items():  # over all processes, so all must have got this far
+        if checksum != checksums[name]:
+            raise _Damaged(f"the bytes of {name} have changed since they were saved")
+    return arrays, facts
 
 
 def _compare(path: Path, saved: dict[str, tuple], abstract: dict[str, Any]) -> None:
@@ -281,27 +274,34 @@ def _compare(path: Path, saved: dict[str, tuple], abstract: dict[str, Any]) -> N
 
 
 def _reading(read: Callable[[], T]) -> T:
-    """`read()`, where whatever Orbax raises over damaged files becomes `_Damaged`.
+    """`read()`, or `_Damaged` on every process where Orbax raised anything on one of them over missing or broken files.
 
     Running out of memory says nothing about the files and passes through. The reads that Orbax abandons after an error
     complain about it through the interpreter's hooks, in pages of tracebacks: these are kept quiet.
     """
     hooks = sys.unraisablehook, sys.excepthook
+    result, reason = None, ""
     try:
         sys.unraisablehook = sys.excepthook = lambda *_: None
         try:
-            return read()
-        except (_Damaged, MemoryError, jax.errors.JaxRuntimeError):
+            result = read()
+        except (MemoryError, jax.errors.JaxRuntimeError):
             raise
         except Exception as error:
             if isinstance(error.__cause__, MemoryError):
                 raise
             reason = _reason(error.__cause__ or error)
-        time.sleep(0.2)  # reads of other arrays may still be running
-        gc.collect()  # here, where nothing holds the error any more, so that the abandoned reads end now
-        raise _Damaged(reason)
+        if reason:
+            time.sleep(0.2)  # reads of other arrays may still be running
+            gc.collect()  # here, where nothing holds the error any more, so that the abandoned reads end now
     finally:
         sys.unraisablehook, sys.excepthook = hooks
+    # One process may read bytes that another does not: all go on from the same step.
+    if jax.process_count() > 1 and multihost_utils.process_allgather(np.array(bool(reason))).any():
+        reason = reason or "another process cannot read it"
+    if reason:
+        raise _Damaged(reason)
+    return result
 
 
 # ---- checksums: the storage format has none for array data, and a changed byte would come back as a weight
