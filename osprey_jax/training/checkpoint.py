@@ -98,7 +98,7 @@ class Checkpoints:
             dtype.
         """
         self.wait()
-        found = _newest_intact(self._directory, _named(abstract_state), "", check)
+        found = _newest_intact(self._directory, _named(abstract_state), ("",), check)
         if found is None:
             return None
         arrays, facts, step = found
@@ -126,11 +126,11 @@ class Checkpoints:
             raise UserError(f"{self._directory}: a checkpoint could not be written ({_reason(error)})") from error
 
 
-def read_params(directory: Path, abstract_params: Any, step: int | None = None) -> tuple[Any, dict, int]:
-    """Only the `params` of a run's checkpoint, as (params, facts, step); the rest of the state is never read.
+def read_fields(directory: Path, abstract_fields: dict[str, Any], step: int | None = None) -> tuple[dict, dict, int]:
+    """Only some fields of the state in a run's checkpoint, as (fields, facts, step); the rest is never read.
 
     Args:
-      abstract_params: as in `Checkpoints.restore`, for the `params` field of the saved state.
+      abstract_fields: name of a field of the saved state -> its abstract value, as in `Checkpoints.restore`.
       step: None for the newest intact one.
 
     Raises:
@@ -143,28 +143,29 @@ def read_params(directory: Path, abstract_params: Any, step: int | None = None) 
         raise UserError(f"{directory}: no complete checkpoint; train first")
     if step is not None and step not in steps:
         raise UserError(f"{directory}: no complete checkpoint of step {step}; there are {_listed(steps)}")
-    found = _newest_intact(directory, _named(abstract_params, "params/"), "params/", None, step)
+    prefixes = tuple(f"{name}/" for name in abstract_fields)
+    found = _newest_intact(directory, _named(abstract_fields), prefixes, None, step)
     assert found is not None
     arrays, facts, step = found
-    return _rebuilt(abstract_params, arrays, "params/"), facts, step
+    return _rebuilt(abstract_fields, arrays), facts, step
 
 
 # ---- state <-> flat dict
 
 
-def _named(tree: Any, prefix: str = "") -> dict[str, Any]:
+def _named(tree: Any) -> dict[str, Any]:
     """Leaves by name, in the order of `jax.tree.leaves`. An `nnx.Variable` is one leaf: its inside is Flax's."""
     paths = jax.tree_util.tree_leaves_with_path(tree, is_leaf=lambda node: isinstance(node, nnx.Variable))
-    names = [prefix + jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
+    names = [jax.tree_util.keystr(path, simple=True, separator="/") for path, _ in paths]
     named = dict(zip(names, jax.tree.leaves(tree), strict=True))
     if len(named) != len(names):
         raise ValueError("two leaves of the state have one name")
     return named
 
 
-def _rebuilt(abstract: Any, arrays: dict[str, jax.Array], prefix: str = "") -> Any:
+def _rebuilt(abstract: Any, arrays: dict[str, jax.Array]) -> Any:
     """`abstract` with `arrays` in place of its leaves; its classes and its variables' metadata stay."""
-    return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in _named(abstract, prefix)])
+    return jax.tree.unflatten(jax.tree.structure(abstract), [arrays[name] for name in _named(abstract)])
 
 
 # ---- directories
@@ -207,14 +208,14 @@ class _Damaged(Exception):
 
 
 def _newest_intact(
-    directory: Path, abstract: dict[str, Any], prefix: str, check: Check | None, only: int | None = None
+    directory: Path, abstract: dict[str, Any], prefixes: tuple[str, ...], check: Check | None, only: int | None = None
 ) -> tuple[dict[str, jax.Array], dict, int] | None:
     """(arrays, facts, step) of the newest step that can be read, or of step `only`; None where there is none at all."""
     steps = _complete_steps(directory) if only is None else [only]
     first_reason = None
     for step in steps:
         try:
-            arrays, facts = _read(directory / str(step), abstract, prefix, check)
+            arrays, facts = _read(directory / str(step), abstract, prefixes, check)
         except _Damaged as error:
             logger.warning("%s: checkpoint %d is damaged (%s)", directory, step, error)
             first_reason = first_reason or error
@@ -228,14 +229,14 @@ def _newest_intact(
     )
 
 
-def _read(path: Path, abstract: dict[str, Any], prefix: str, check: Check | None) -> tuple[dict[str, jax.Array], dict]:
-    """(arrays, facts) of one step: the leaves under `prefix`, which must be those of `abstract`."""
+def _read(path: Path, abstract: dict[str, Any], prefixes: tuple[str, ...], check: Check | None) -> tuple[dict[str, jax.Array], dict]:
+    """(arrays, facts) of one step: the leaves under `prefixes`, which must be those of `abstract`."""
     handler = ocp.PyTreeCheckpointHandler()
 
     def read_about():
         about = ocp.JsonCheckpointHandler().restore(path / "about")
         saved = handler.metadata(path / "state").tree
-        saved = {name: (leaf.shape, leaf.dtype) for name, leaf in saved.items() if name.startswith(prefix)}
+        saved = {name: (leaf.shape, leaf.dtype) for name, leaf in saved.items() if name.startswith(prefixes)}
         return about["facts"], {name: about["checksums"][name] for name in saved}, saved
 
     facts, checksums, saved = _reading(read_about)
