@@ -40,5 +40,5 @@ def pytest_collection_modifyitems(items):
     if jax.device_count() < 8:
         flag = "XLA_FLAGS=--xla_force_host_platform_device_count=8"
         for item in items:
-            if "multidevice" in item.keywords and "subprocess" not in item.keywords:
+            if "multidevice" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason=f"needs 8 devices: {flag} pytest -m multidevice"))

@@ -111,6 +111,16 @@ class Drafter(nnx.Module):
         return draft_ids if self.target_ids is None else self.target_ids[...][draft_ids]
 
 
+def trained_variables(config: DrafterConfig) -> nnx.filterlib.Filter:
+    """Which variables of a drafter are trained; the others are constants.
+
+    SGLang serves an EAGLE-3 drafter (streams not swapped) with the target's own embedding: that one stays.
+    """
+    if config.swap_h_and_emb:
+        return nnx.Param
+    return nnx.All(nnx.Param, nnx.Not(nnx.PathContains("embed_tokens")))
+
+
 def default_tap_layers(num_layers: int) -> tuple[int, int, int]:
     """EAGLE-3's taps for a target of `num_layers` blocks, 0-based; may be unusable below 7 layers."""
     return (1, num_layers // 2 - 1, num_layers - 4)

@@ -229,7 +229,9 @@ def _newest_intact(
     )
 
 
-def _read(path: Path, abstract: dict[str, Any], prefixes: tuple[str, ...], check: Check | None) -> tuple[dict[str, jax.Array], dict]:
+def _read(
+    path: Path, abstract: dict[str, Any], prefixes: tuple[str, ...], check: Check | None
+) -> tuple[dict[str, jax.Array], dict]:
     """(arrays, facts) of one step: the leaves under `prefixes`, which must be those of `abstract`."""
     handler = ocp.PyTreeCheckpointHandler()
 

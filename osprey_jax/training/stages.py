@@ -20,7 +20,7 @@ from osprey_jax.data.trimming import most_frequent_tokens
 from osprey_jax.files import read_json
 from osprey_jax.models import hf, hf_config
 from osprey_jax.models.causal_lm import CausalLM
-from osprey_jax.models.drafter import Drafter, DrafterConfig
+from osprey_jax.models.drafter import Drafter, DrafterConfig, trained_variables
 from osprey_jax.objectives.next_token import NextToken
 from osprey_jax.objectives.objective import Objective
 from osprey_jax.objectives.ttt import Distillation
@@ -95,9 +95,7 @@ def distill(config: DistillConfig, mesh: jax.sharding.Mesh) -> Stage:
     notes = [f"tap layers {list(taps)} of {target_config.num_layers}"]
 
     model = hf.abstract_drafter(drafter_config)
-    # SGLang serves an EAGLE-3 drafter (streams not swapped) with the target's own table: it is not trained.
-    frozen_embedding = not drafter_config.swap_h_and_emb
-    trained = nnx.All(nnx.Param, nnx.Not(nnx.PathContains("embed_tokens"))) if frozen_embedding else nnx.Param
+    trained, frozen_embedding = trained_variables(drafter_config), not drafter_config.swap_h_and_emb
     drafter_def, *_ = nnx.split(model, trained, ...)
     shardings = parameter_shardings(nnx.state(model), mesh, trained=True)
     notes.append(f"embedding {'of the target, frozen' if frozen_embedding else 'of the drafter, trained'}")

@@ -83,7 +83,7 @@ def test_eight_devices_equal_one(ttt, shape):
 @pytest.mark.multidevice
 def test_drafter_is_sharded_over_all_devices():
     """Masters and moments of every matrix take an eighth of their size on each device."""
-    objective, params, _, _ = golden_objective(GOLDEN / "qwen3", "perturbed", EXACT)
+    _, params, _, _ = golden_objective(GOLDEN / "qwen3", "perturbed", EXACT)
     mesh = jax.make_mesh((2, 4), BOTH, axis_types=(AxisType.Auto,) * 2)
     params = jax.device_put(params, parameter_shardings(params, mesh, trained=True))
     state = new_state(params, params.__class__({}), make_optimizer(Optimizer(learning_rate=1e-3), steps=10))
