@@ -245,7 +245,10 @@ def _write(config: EvaluateConfig, sets: list[PromptSet], results: list[dict], s
         "versions": {"osprey_jax": __version__, "python": platform.python_version()} | versions,
         "device": jax.devices()[0].device_kind,
         "skipped": {prompts.name: [vars(rejection) for rejection in prompts.skipped] for prompts in sets},
-        "results": [summary | result for summary, result in zip(summaries, results, strict=True)],
+        "results": [  # the requests last, themselves instead of their number
+            {key: value for key, value in summary.items() if key != "requests"} | {"requests": result["requests"]}
+            for summary, result in zip(summaries, results, strict=True)
+        ],
     }
     write_json(config.out / "results.json", everything)
     rows = [

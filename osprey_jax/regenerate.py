@@ -72,7 +72,8 @@ def regenerate(config: RegenerateConfig) -> None:
     lines = []
     for index, written in sorted(done.items()):
         reasons.update(written["finish_reasons"])
-        lines.append(json.dumps(raw[index] | written, ensure_ascii=False) + "\n")
+        kept = {key: value for key, value in raw[index].items() if key != "unanswered"}  # of an earlier regeneration
+        lines.append(_line(kept | written))
     if rejections:
         write_rejections(config.output.with_name(config.output.name + ".rejected"), rejections)
     write_text(config.output, "".join(lines))

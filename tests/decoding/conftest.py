@@ -79,7 +79,7 @@ def alike(seed: int = 0, *, noise: float = 0.0, **changes) -> tuple[CausalLM, Dr
     for projection in (model.layers.self_attn.o_proj, model.layers.mlp.down_proj):
         weight = projection.weight[...]
         projection.weight[...] = weight.at[2:].set(0.0)
-    made = drafter(seed + 1, **changes)
+    made = drafter(seed + 1, target_hidden_size=model.config.hidden_size, **changes)
     for i, layer in enumerate(made.layers):
         block = jax.tree.map(lambda leaf, i=i: leaf[i], nnx.state(model.layers))
         for path, parameter in nnx.to_flat_state(nnx.state(layer)):

@@ -12,7 +12,7 @@ from osprey_jax.decoding.requests import Request
 from osprey_jax.decoding.speculate import Speculation, speculate
 from osprey_jax.models.hf import hf_names, load_causal_lm, load_drafter
 
-NEVER = (10**6,)  # a stop id that no vocabulary has
+NEVER = (10**6, 10**6)  # stop ids that no vocabulary has
 TAPS = (1, 2, 3)
 
 
@@ -202,7 +202,7 @@ def test_ended_by_the_first_token(make):
     target, drafter = make.alike(3, vocab_size=64)
     prompt = make.prompts((6,), 64)
     first = without(target, prompt, 1)[0].token_ids
-    by_limit, by_stop = run(target, drafter, prompt, 1)[0], run(target, drafter, prompt, 9, stop_ids=first)[0]
+    by_limit, by_stop = run(target, drafter, prompt, 1)[0], run(target, drafter, prompt, 9, stop_ids=first * 2)[0]
     for result, reason in ((by_limit, "length"), (by_stop, "stop")):
         assert (result.completion.token_ids, result.completion.finish_reason) == (first, reason)
         assert (result.verifications, result.accepted_length, set(result.histogram)) == (0, None, {0})
@@ -217,9 +217,9 @@ def test_accepted_length_is_tokens_per_verification(make):
     assert result.accepted_length == 32 / 31
 
 
-@pytest.mark.parametrize("draft_steps", [1, 2, 7])
+@pytest.mark.parametrize("draft_steps", [1, 3])
 def test_any_number_of_draft_steps(make, draft_steps):
-    """One step is the re-read alone; more than one accepted chain at most."""
+    """One step is the re-read alone."""
     target, drafter = make.alike(3, vocab_size=64)
     prompts = make.prompts((1, 8), 64)
     slow = Slow(target, drafter, make.causal, draft_steps=draft_steps)
