@@ -1,10 +1,13 @@
 """Fixtures shared by all tests."""
 
+import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+
+from osprey_jax.command import run
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -33,6 +36,22 @@ def load_batch(golden: Path) -> dict[str, np.ndarray]:
         "segment_ids": segment_ids,
         "positions": np.arange(segment_ids.shape[1], dtype=np.int32) * segment_ids,
     }
+
+
+@pytest.fixture
+def run_command(monkeypatch, capsys):
+    """`run_command(main, *arguments) -> (exit status, stdout, stderr)`: a command, in this process."""
+
+    def call(main, *arguments):
+        monkeypatch.setattr(sys, "argv", ["command", *map(str, arguments)])
+        status = 0
+        try:
+            run(main)
+        except SystemExit as stop:
+            status = stop.code
+        return status, *capsys.readouterr()
+
+    return call
 
 
 def pytest_collection_modifyitems(items):

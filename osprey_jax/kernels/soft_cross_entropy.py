@@ -112,5 +112,5 @@ def _by_chunks(body: Callable, arrays: tuple[jax.Array, ...], axes: tuple[int, .
         return loss + part_loss, outputs
 
     loss, outputs = jax.lax.scan(add, jnp.float32(0), tuple(map(split, arrays, axes)))
-    join = lambda y: jnp.moveaxis(y, 0, -2).reshape(*y.shape[1:-1], chunks * chunk)[..., :S]  # noqa: E731
+    join = lambda y: jnp.moveaxis(y, 0, -2).reshape(*y.shape[1:-1], chunks * chunk)[..., :S]
     return (loss, *map(join, outputs))

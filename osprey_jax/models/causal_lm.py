@@ -114,7 +114,7 @@ class CausalLM(nnx.Module):
         def body(carry, i):
             x_BxSxD, memory = carry
             x_BxSxD, new = block(x_BxSxD, at(i, layers), at(i, memory))
-            put = lambda leaf, value: jax.lax.dynamic_update_index_in_dim(leaf, value, i, 0)  # noqa: E731
+            put = lambda leaf, value: jax.lax.dynamic_update_index_in_dim(leaf, value, i, 0)
             return (x_BxSxD, jax.tree.map(put, memory, new)), None
 
         taps, start, carry = [], 0, (x_BxSxD, memory)

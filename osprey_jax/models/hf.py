@@ -187,7 +187,7 @@ def load_embedding(directory: str | Path, like: jax.ShapeDtypeStruct | jax.Array
     files, name = TensorFiles(directory), "model.embed_tokens.weight"
     if name not in files or files.shape(name) != like.shape:
         raise UserError(f"{files.directory}: no {name} of shape {like.shape}")
-    read = lambda index: files.read(name, index, like.dtype)  # noqa: E731
+    read = lambda index: files.read(name, index, like.dtype)
     return jax.make_array_from_callback(like.shape, sharding, read, dtype=like.dtype)
 
 

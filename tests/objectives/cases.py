@@ -64,7 +64,7 @@ def loss_and_grads(objective, params, constants, frozen, batch):
     """((loss, metrics), gradients) of one batch."""
     lessons = objective.teach(constants, frozen, batch)
     weights = objective.weights(batch, lessons)
-    loss = lambda params: objective.loss(params, constants, frozen, batch, lessons, weights)  # noqa: E731
+    loss = lambda params: objective.loss(params, constants, frozen, batch, lessons, weights)
     return jax.value_and_grad(loss, has_aux=True)(params)
 
 

@@ -90,7 +90,7 @@ def test_packing_changes_nothing(golden, golden_batch, ttt):
     case = golden_objective(golden, "perturbed", ttt)
     (loss, metrics), grads = loss_and_grads(*case, golden_batch)
     lengths = golden_batch["segment_ids"].sum(axis=1)
-    join = lambda value: np.concatenate([value[row, :n] for row, n in enumerate(lengths)])[None]  # noqa: E731
+    join = lambda value: np.concatenate([value[row, :n] for row, n in enumerate(lengths)])[None]
     packed = {name: join(value) for name, value in golden_batch.items()}
     packed["segment_ids"] = np.repeat(np.arange(1, 4, dtype=np.int32), lengths)[None]
     (packed_loss, packed_metrics), packed_grads = loss_and_grads(*case, packed)

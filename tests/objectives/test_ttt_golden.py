@@ -60,7 +60,7 @@ def test_twelve_optimizer_steps(golden, golden_batch):
     expected = np.load(golden / "expected" / "train.npz")
     objective, params, constants, frozen = golden_objective(golden, "converted", RELEASED)
     mesh = make_mesh(Mesh(), rows=jax.device_count())
-    place = lambda state, trained: jax.device_put(state, parameter_shardings(state, mesh, trained=trained))  # noqa: E731
+    place = lambda state, trained: jax.device_put(state, parameter_shardings(state, mesh, trained=trained))
     config = Optimizer(learning_rate=1e-3, warmup_fraction=0.2)
     optimizer = make_optimizer(config, steps=20)
     rate = learning_rate(config, steps=20)

@@ -30,7 +30,7 @@ def train(ttt, mesh, parts: int, target_ids=None, steps: int = 3):
     """(losses, final parameters, evaluation) of a few updates on `eight_rows`."""
     case = golden_objective(GOLDEN / "qwen3", "perturbed", ttt.model_copy(update=TTT_LENGTH), target_ids)
     objective, params, constants, frozen = case
-    place = lambda state, trained: jax.device_put(state, parameter_shardings(state, mesh, trained=trained))  # noqa: E731
+    place = lambda state, trained: jax.device_put(state, parameter_shardings(state, mesh, trained=trained))
     # A large epsilon: with Adam's own, an element whose gradient is rounding noise moves as far as any other.
     optimizer = make_optimizer(Optimizer(learning_rate=1e-2, epsilon=1e-2), steps=10)
     state = new_state(place(params, True), place(constants, True), optimizer)

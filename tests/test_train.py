@@ -1,0 +1,283 @@
+"""`train` on the golden models: runs, goes on, refuses. One process, tiny steps."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import yaml
+from safetensors.numpy import load_file
+
+from export.to_hf import to_hf
+from export.to_sglang import to_sglang
+from osprey_jax import train
+from osprey_jax.command import UserError
+from osprey_jax.training import loop
+from tests.checkpoints import assert_same_tensors, read, write
+from tests.conftest import GOLDEN
+
+CASE = GOLDEN / "qwen3"
+
+
+@pytest.fixture
+def distill(tmp_path, run_command):
+    """`distill(*overrides) -> (status, stdout, stderr)`: a few steps from the golden converted drafter."""
+    config = {
+        "stage": "distill",
+        "run_dir": str(tmp_path / "run"),
+        "target": str(CASE / "target"),
+        "drafter": {"checkpoint": str(CASE / "expected" / "converted")},
+        "data": {"train": [str(CASE / "train.jsonl")], "eval": [str(CASE / "train.jsonl")], "length": 128},
+        "optimizer": {"learning_rate": 1e-3},
+        "ttt": {"length": 2},
+        "batch_size": 4,
+        "steps": 6,
+        "log_every": 1,
+        "checkpoints": {"every": 2, "keep": 10},
+    }
+    (tmp_path / "distill.yaml").write_text(yaml.safe_dump(config))
+    return lambda *overrides: run_command(train.main, "--config", tmp_path / "distill.yaml", *overrides)
+
+
+@pytest.fixture
+def pretrain(tmp_path, run_command):
+    """The same for the golden pruned backbone, on text."""
+    shutil.copytree(CASE / "expected" / "pruned", tmp_path / "backbone")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(CASE / "source" / name, tmp_path / "backbone" / name)
+    (tmp_path / "text.txt").write_text("It is the text of a free program, and you can change it. " * 200)
+    config = {
+        "stage": "pretrain",
+        "run_dir": str(tmp_path / "run"),
+        "model": {"checkpoint": str(tmp_path / "backbone")},
+        "data": {"train": [str(tmp_path / "*.txt")], "length": 64},
+        "optimizer": {"learning_rate": 1e-3},
+        "batch_size": 4,
+        "steps": 6,
+        "log_every": 1,
+    }
+    (tmp_path / "pretrain.yaml").write_text(yaml.safe_dump(config))
+    return lambda *overrides: run_command(train.main, "--config", tmp_path / "pretrain.yaml", *overrides)
+
+
+def metrics(run_dir, split="train"):
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return {line["step"]: line for line in lines if line["split"] == split}
+
+
+def test_distillation_learns_and_exports(distill, tmp_path):
+    """A run leaves metrics, events, config and model; the export reads back to the bit and says what SGLang needs."""
+    status, out, _ = distill("steps=40", "checkpoints.every=20", "eval_every=20", "log_every=10")
+    assert status == 0 and "done: step 40" in out
+    run = tmp_path / "run"
+    train_losses = metrics(run)
+    assert train_losses[40]["loss"] < 0.9 * train_losses[1]["loss"]
+    assert set(metrics(run, "eval")) == {20, 40} and "accuracy_1" in metrics(run, "eval")[40]
+    assert list((run / "tensorboard").glob("events*")) and (run / "rejected.jsonl").exists()
+
+    assert to_sglang(run, tmp_path / "export") == 40
+    config = read(tmp_path / "export" / "config.json")
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [1, 3, 5]
+    assert config["tie_word_embeddings"] is False and config["max_position_embeddings"] >= 512
+    assert config["rope_theta"] == config["rope_parameters"]["rope_theta"] == 1e6 and config["rope_scaling"] is None
+    assert (tmp_path / "export" / "tokenizer.json").read_bytes() == (CASE / "target" / "tokenizer.json").read_bytes()
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    start = load_file(CASE / "expected" / "converted" / "model.safetensors")
+    assert exported.keys() == start.keys() and np.any(exported["fc.weight"] != start["fc.weight"])
+
+    # The export as a start: a run of no steps writes the same bits again.
+    status, _, _ = distill(f"run_dir={tmp_path / 'again'}", f"drafter.checkpoint={tmp_path / 'export'}", "steps=0")
+    assert status == 0 and to_sglang(tmp_path / "again", tmp_path / "export2") == 0
+    assert_same_tensors(load_file(tmp_path / "export2" / "model.safetensors"), exported)
+
+
+def test_goes_on_after_a_stop(distill, tmp_path, monkeypatch):
+    """A stopped run, run again, ends with the weights and losses of one that was not stopped."""
+    distill(f"run_dir={tmp_path / 'whole'}")
+    update = loop.make_train_step
+
+    def stopping(*arguments):
+        step = update(*arguments)
+
+        def then_stop(state, *rest):
+            state, result = step(state, *rest)
+            if int(state.step) == 3:
+                monkeypatch.setattr(loop, "make_train_step", update)
+                loop.signal.raise_signal(loop.signal.SIGTERM)
+            return state, result
+
+        return then_stop
+
+    monkeypatch.setattr(loop, "make_train_step", stopping)
+    status, out, _ = distill()
+    assert status == 0 and "stopped at step 3 of 6, saved" in out
+    status, out, _ = distill()
+    assert status == 0 and "steps 3..6" in out
+    whole, parts = metrics(tmp_path / "whole"), metrics(tmp_path / "run")
+    assert [whole[i]["loss"] for i in whole] == [parts[i]["loss"] for i in range(1, 7)]
+    for name in ("whole", "run"):
+        to_sglang(tmp_path / name, tmp_path / f"{name}-export")
+    assert_same_tensors(
+        load_file(tmp_path / "run-export" / "model.safetensors"),
+        load_file(tmp_path / "whole-export" / "model.safetensors"),
+    )
+
+
+def test_finished_run_does_nothing(distill):
+    distill()
+    status, out, _ = distill()
+    assert status == 0 and "already at step 6 of 6" in out
+
+
+def test_another_config_is_not_a_continuation(distill):
+    """What changes numbers is refused with the difference; what does not is free."""
+    distill()
+    status, _, err = distill("optimizer.learning_rate=2e-3")
+    assert status == 2 and "config.optimizer.learning_rate 0.001, now it is 0.002" in err
+    assert distill("log_every=5", "checkpoints.keep=1")[0] == 0
+
+
+def test_non_finite_loss_stops_before_it_is_saved(distill, tmp_path):
+    """The step and its records are named, and the last good state stays the newest."""
+    status, _, err = distill("optimizer.learning_rate=1e30", "optimizer.warmup_fraction=0", "checkpoints.every=1")
+    assert status == 2 and "not finite" not in err and "nothing of it is saved" in err and "r1" in err
+    saved = [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()]
+    failed = int(err.split("step ")[1].split(":")[0])
+    assert max(saved, default=0) < failed
+
+
+@pytest.mark.parametrize(("layers", "vocabulary"), [(1, None), (2, 300)])
+def test_eagle3_from_scratch(distill, tmp_path, layers, vocabulary):
+    """The baselines are the same command: target's embedding frozen, 1 or 2 layers, vocabulary whole or trimmed."""
+    start = f"drafter={{scratch: {{num_layers: {layers}, draft_vocab_size: {vocabulary or 'null'}}}}}"
+    status, out, err = distill(start)
+    assert status == 0, err
+    assert "embedding of the target, frozen" in out
+    to_sglang(tmp_path / "run", tmp_path / "export")
+    tensors, config = load_file(tmp_path / "export" / "model.safetensors"), read(tmp_path / "export" / "config.json")
+    embedding = load_file(CASE / "target" / "model.safetensors")["model.embed_tokens.weight"]
+    np.testing.assert_array_equal(tensors["embed_tokens.weight"], embedding)
+    assert ("midlayer.mlp.up_proj.weight" in tensors) == (layers == 1)
+    assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["swap_h_and_emb"] is False
+    assert len(tensors["lm_head.weight"]) == tensors["t2d"].sum() == config["draft_vocab_size"] == (vocabulary or 456)
+    if vocabulary:
+        assert "draft vocabulary: 300 of 456 tokens" in out
+        np.testing.assert_array_equal(tensors["d2t"] + np.arange(300), np.flatnonzero(tensors["t2d"]))
+
+
+def test_pretraining_and_export_to_hf(pretrain, tmp_path):
+    """A backbone learns the text; its export is a checkpoint that training starts from with the same bits."""
+    status, _, err = pretrain("steps=40")
+    assert status == 0, err
+    losses = metrics(tmp_path / "run")
+    assert losses[40]["loss"] < 0.8 * losses[1]["loss"]
+    assert to_hf(tmp_path / "run", tmp_path / "export") == 40
+    exported = load_file(tmp_path / "export" / "model.safetensors")
+    assert exported.keys() == load_file(tmp_path / "backbone" / "model.safetensors").keys()  # tied stays tied
+    pretrain(f"run_dir={tmp_path / 'again'}", f"model.checkpoint={tmp_path / 'export'}", "steps=0")
+    to_hf(tmp_path / "again", tmp_path / "export2")
+    assert_same_tensors(load_file(tmp_path / "export2" / "model.safetensors"), exported)
+
+
+def test_pretraining_from_random_values(pretrain, tmp_path):
+    """A config and a tokenizer are a start too, and the seed decides the values."""
+    start = f"model={{config: {tmp_path / 'backbone' / 'config.json'}, tokenizer: {CASE / 'source'}}}"
+    exports = []
+    for run, seed in (("a", 0), ("b", 0), ("c", 1)):
+        status, _, err = pretrain(start, f"run_dir={tmp_path / run}", f"seed={seed}", "steps=0")
+        assert status == 0, err
+        to_hf(tmp_path / run, tmp_path / f"{run}-export")
+        exports.append(load_file(tmp_path / f"{run}-export" / "model.safetensors"))
+    assert_same_tensors(exports[1], exports[0])
+    assert np.any(exports[2]["model.embed_tokens.weight"] != exports[0]["model.embed_tokens.weight"])
+
+
+def test_each_stage_has_its_export(distill, pretrain, tmp_path):
+    distill("steps=0")
+    pretrain(f"run_dir={tmp_path / 'text'}", "steps=0")
+    with pytest.raises(UserError, match=r"stage distill; export it with `python -m export\.to_sglang`"):
+        to_hf(tmp_path / "run", tmp_path / "x")
+    with pytest.raises(UserError, match=r"stage pretrain; export it with `python -m export\.to_hf`"):
+        to_sglang(tmp_path / "text", tmp_path / "x")
+    with pytest.raises(UserError, match="no complete checkpoint of step 5; there are 0"):
+        to_sglang(tmp_path / "run", tmp_path / "x", step=5)
+    assert not (tmp_path / "x").exists()
+
+
+# ---- bad input: one line, non-zero, nothing written
+
+
+def changed(tmp_path, source, **changes):
+    """A copy of a checkpoint whose config says something else."""
+    out = tmp_path / "changed"
+    shutil.copytree(source, out)
+    write(out / "config.json", read(out / "config.json") | changes)
+    return out
+
+
+def assert_refused(result, tmp_path, *words):
+    status, _, err = result
+    assert status == 2 and err.count("\n") == 1 and err.startswith("error: ")
+    assert all(word in err for word in words), err
+    assert not (tmp_path / "run").exists()
+
+
+def test_drafter_for_another_target(distill, tmp_path):
+    other = changed(tmp_path, CASE / "expected" / "converted", target_hidden_size=64)
+    assert_refused(distill(f"drafter.checkpoint={other}"), tmp_path, "target_hidden_size is 64", "hidden size is 48")
+
+
+@pytest.mark.parametrize("taps", ["[1, 1, 5]", "[1, 3, 9]"])
+def test_bad_taps(distill, tmp_path, taps):
+    assert_refused(distill(f"tap_layers={taps}"), tmp_path, taps, "three different blocks")
+
+
+def test_taps_that_contradict_the_checkpoint(distill, tmp_path):
+    config = {"eagle_aux_hidden_state_layer_ids": [0, 2, 4], "use_aux_hidden_state": True}
+    other = changed(tmp_path, CASE / "expected" / "converted", eagle_config=config)
+    assert_refused(distill(f"drafter.checkpoint={other}", "tap_layers=[1, 3, 5]"), tmp_path, "[0, 2, 4]", "contradict")
+
+
+def test_tokenizer_that_does_not_fit(distill, pretrain, tmp_path):
+    """A tokenizer with ids that the model has no rows for."""
+    other = tmp_path / "other"
+    shutil.copytree(CASE / "target", other)
+    shutil.copyfile(tmp_path / "backbone" / "config.json", tmp_path / "small.json")
+    start = f"model={{config: {tmp_path / 'small.json'}, tokenizer: {other}}}"
+    assert_refused(pretrain(start), tmp_path, "the tokenizer needs 448 rows, the model has only 400")
+
+
+def test_missing_files(distill, tmp_path):
+    assert_refused(distill("target=nowhere"), tmp_path, "nowhere: no such directory")
+    assert_refused(distill("data.train=[nowhere.jsonl]"), tmp_path, "nowhere.jsonl: matches no file")
+    assert_refused(distill("drafter.checkpoint=nowhere"), tmp_path, "nowhere: no such directory")
+
+
+def test_empty_data(distill, pretrain, tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    (tmp_path / "none.jsonl").write_text('{"id": "a", "conversations": []}\n')
+    for name in ("empty", "none"):
+        assert_refused(distill(f"data.train=[{tmp_path / name}.jsonl]"), tmp_path, f"{name}.jsonl")
+    (tmp_path / "empty.txt").write_text("")
+    assert_refused(pretrain(f"data.train=[{tmp_path / 'empty.txt'}]"), tmp_path, "empty.txt")
+
+
+def test_devices_do_not_divide(distill, tmp_path):
+    assert_refused(distill("mesh.tensor=3"), tmp_path, "is not the", "device(s)")
+
+
+@pytest.mark.multidevice
+def test_devices_that_do_not_divide_the_batch(distill, tmp_path):
+    assert_refused(distill("batch_size=12"), tmp_path, "12 rows, which 8 devices do not divide", "multiple of 8")
+
+
+def test_rows_longer_than_the_context(distill, tmp_path):
+    assert_refused(distill("data.length=1024"), tmp_path, "data.length 1024 exceeds max_position_embeddings 512")
+
+
+def test_run_directory_of_something_else(distill, tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    status, _, err = distill()
+    assert status == 2 and "holds something that is not a run" in err
+    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
