@@ -175,10 +175,3 @@ def test_a_turn_past_the_context_is_left_out(config, tmp_path):
     [record] = read(config().output)
     assert [message["role"] for message in record["conversations"]] == ["user", "assistant"]
     assert record["unanswered"] == 2
-
-
-def test_the_terminator_is_no_part_of_the_text():
-    """The stop token ends the turn in the template's words, not in the content's."""
-    target = open_target(TARGET, {})
-    ids = target.tokenizer("of it", add_special_tokens=False)["input_ids"]
-    assert target.text([*ids, target.stop_ids[-1]]) == target.text(ids) == "of it"

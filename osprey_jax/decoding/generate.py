@@ -100,7 +100,7 @@ def prefill(
     """
     B, P = batch.prompt_BxP.shape
     S = min(P, PREFILL_CHUNK)
-    chunked = lambda x_BxP: jnp.moveaxis(x_BxP.reshape(B, P // S, S), 1, 0)  # noqa: E731
+    chunked = lambda x_BxP: jnp.moveaxis(x_BxP.reshape(B, P // S, S), 1, 0)
     next_BxP = jnp.pad(batch.prompt_BxP[:, 1:], ((0, 0), (0, 1)))
     positions_BxP = jnp.broadcast_to(jnp.arange(P), (B, P))
 
@@ -144,7 +144,7 @@ def _generate(graph, weights, batch, seed, temperature, top_p, *, new_tokens, gr
         logits_BxV = logits_BxV / temperature
         if truncated:
             logits_BxV = jnp.where(nucleus(logits_BxV, top_p), logits_BxV, -jnp.inf)
-        draw = lambda key, logits_V: jax.random.categorical(jax.random.fold_in(key, step), logits_V)  # noqa: E731
+        draw = lambda key, logits_V: jax.random.categorical(jax.random.fold_in(key, step), logits_V)
         return jax.vmap(draw)(keys_B, logits_BxV).astype(jnp.int32)
 
     def keep(out_BxR, count_B, stopped_B, done_B, token_B, step):
@@ -156,7 +156,7 @@ def _generate(graph, weights, batch, seed, temperature, top_p, *, new_tokens, gr
         return (
             out_BxR,
             jnp.where(done_B, count_B, new_count_B),
-            stopped_B | (~done_B & new_stopped_B),
+            stopped_B | new_stopped_B,
             done_B | new_done_B,
         )
 

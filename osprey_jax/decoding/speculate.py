@@ -175,7 +175,7 @@ def _speculate(
         return state._replace(
             out_BxR=out_BxR,
             count_B=jnp.where(state.done_B, state.count_B, count_B),
-            stopped_B=state.stopped_B | (~state.done_B & stopped_B),
+            stopped_B=state.stopped_B | stopped_B,
             done_B=state.done_B | done_B,
         )
 

@@ -109,6 +109,14 @@ def test_sampling_differs_by_seed_record_and_turn(make):
     assert len({sample(), sample(seed=1), sample(record=1), sample(turn=1)}) == 4
 
 
+def test_sampling_differs_by_step(make):
+    """Each token has random numbers of its own: where all tokens are equally likely, all of them come."""
+    model = make.target(1)
+    model.lm_head.weight[...] *= 0.0
+    [completion] = generate(model, [Request([3], 96)], stop_ids=NEVER, sampling=Sampling(1.0))
+    assert len(set(completion.token_ids)) == 11
+
+
 def test_samples_follow_the_distribution(make):
     """First tokens of many records are distributed as softmax(logits / temperature) restricted to the nucleus."""
     model, prompt = make.target(4), make.prompts((6,))[0]

@@ -219,9 +219,9 @@ def test_accepted_length_is_tokens_per_verification(make):
 
 @pytest.mark.parametrize("draft_steps", [1, 3])
 def test_any_number_of_draft_steps(make, draft_steps):
-    """One step is the re-read alone."""
+    """One step is the re-read alone. A prompt and a limit that fill their buckets leave the cache no slack."""
     target, drafter = make.alike(3, vocab_size=64)
-    prompts = make.prompts((1, 8), 64)
+    prompts = make.prompts((1, 32, 32), 64)
     slow = Slow(target, drafter, make.causal, draft_steps=draft_steps)
     results = run(target, drafter, prompts, draft_steps=draft_steps)
     assert [facts(r) for r in results] == [slow(p, 32) for p in prompts]
