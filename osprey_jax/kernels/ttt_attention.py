@@ -3,14 +3,16 @@
 Step k at position p sees the keys of step 0 at positions up to p, and one key of each step 1..k at p itself: what a
 chain of k drafted tokens finds in the cache when it is served. Nothing else.
 
-Axes: B batch, S sequence, N query heads, G key/value heads, M = N / G, h head size, k steps so far.
+Axes: B batch, S sequence, Q queries of a block, N query heads, G key/value heads, M = N / G, h head size.
 """
 
 import jax
 import jax.numpy as jnp
 
-from osprey_jax.kernels.attention import row_mask
+from osprey_jax.kernels.attention import QUERY_BLOCK, by_query_blocks
 from osprey_jax.models.transformer import Attend
+
+_MASKED = -1e30  # finite: a query of padding that sees no key gives no NaN
 
 
 def attend_unroll(segment_ids_BxS: jax.Array) -> Attend:
@@ -30,30 +32,38 @@ def ttt_attention(
     v0_BxSxGxh: jax.Array,
     diagonal: tuple[tuple[jax.Array, jax.Array], ...],
     segment_ids_BxS: jax.Array,
+    *,
+    query_block: int = QUERY_BLOCK,
 ) -> jax.Array:
     """One softmax over the causal keys of step 0 and the diagonal keys of later steps. Returns (B, S, N, h).
 
-    The plain form: its logits are (B, N, S, S) in float32.
+    Softmax and sums in float32. `query_block` changes memory, not the result.
     """
-    B, S, N, h = q_BxSxNxh.shape
-    G = k0_BxSxGxh.shape[2]
-    scale = h**-0.5
-    q_BxSxGxMxh = q_BxSxNxh.reshape(B, S, G, N // G, h)
-    logits_BxGxMxSxS = jnp.einsum("bsgmh,btgh->bgmst", q_BxSxGxMxh, k0_BxSxGxh, preferred_element_type=jnp.float32)
-    logits_BxGxMxSxS = jnp.where(row_mask(segment_ids_BxS)[:, None, None], logits_BxGxMxSxS * scale, -jnp.inf)
-    # Multiply and reduce: as a product of matrices these would be B * S * G tiny ones.
-    diagonal_logits = [
-        jnp.sum(q_BxSxGxMxh.astype(jnp.float32) * k_BxSxGxh[:, :, :, None].astype(jnp.float32), axis=-1) * scale
-        for k_BxSxGxh, _ in diagonal
-    ]
-    diagonal_BxGxMxSxk = jnp.stack(diagonal_logits, axis=-1).transpose(0, 2, 3, 1, 4) if diagonal else None
-    parts = [logits_BxGxMxSxS] if diagonal_BxGxMxSxk is None else [logits_BxGxMxSxS, diagonal_BxGxMxSxk]
-    weights = jax.nn.softmax(jnp.concatenate(parts, axis=-1), axis=-1)
-    causal_BxGxMxSxS, diagonal_BxGxMxSxk = weights[..., :S], weights[..., S:]
-    out_BxSxGxMxh = jnp.einsum(
-        "bgmst,btgh->bsgmh", causal_BxGxMxSxS.astype(v0_BxSxGxh.dtype), v0_BxSxGxh, preferred_element_type=jnp.float32
-    )
-    for i, (_, v_BxSxGxh) in enumerate(diagonal):
-        weight_BxSxGxM = diagonal_BxGxMxSxk[..., i].transpose(0, 3, 1, 2)
-        out_BxSxGxMxh += weight_BxSxGxM[..., None] * v_BxSxGxh[:, :, :, None].astype(jnp.float32)
-    return out_BxSxGxMxh.reshape(B, S, N, h).astype(q_BxSxNxh.dtype)
+    S = q_BxSxNxh.shape[1]
+
+    def block(queries, mask_BxQxS):
+        q_BxQxNxh, diagonal = queries
+        B, Q, N, h = q_BxQxNxh.shape
+        G = k0_BxSxGxh.shape[2]
+        q_BxQxGxMxh = q_BxQxNxh.reshape(B, Q, G, N // G, h)
+        scores = jnp.einsum("bqgmh,bsgh->bqgms", q_BxQxGxMxh, k0_BxSxGxh, preferred_element_type=jnp.float32)
+        scores = jnp.where(mask_BxQxS[:, :, None, None], scores * h**-0.5, _MASKED)
+        # Multiply and reduce: as products of matrices these would be B * Q * G tiny ones.
+        later = [_over_heads(q_BxQxGxMxh, k).sum(axis=-1, keepdims=True) * h**-0.5 for k, _ in diagonal]
+        weights = jax.nn.softmax(jnp.concatenate([scores, *later], axis=-1), axis=-1)
+        out = jnp.einsum(
+            "bqgms,bsgh->bqgmh",
+            weights[..., :S].astype(v0_BxSxGxh.dtype),
+            v0_BxSxGxh,
+            preferred_element_type=jnp.float32,
+        )
+        for i, (_, v) in enumerate(diagonal):
+            out += _over_heads(weights[..., S + i, None], v)
+        return out.reshape(B, Q, N, h).astype(q_BxQxNxh.dtype)
+
+    return by_query_blocks(block, (q_BxSxNxh, diagonal), segment_ids_BxS, query_block)
+
+
+def _over_heads(x_BxQxGxMxh: jax.Array, y_BxQxGxh: jax.Array) -> jax.Array:
+    """Elementwise product in float32, each key/value head serving its M query heads."""
+    return x_BxQxGxMxh.astype(jnp.float32) * y_BxQxGxh[:, :, :, None].astype(jnp.float32)

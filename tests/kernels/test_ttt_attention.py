@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from osprey_jax.kernels.ttt_attention import ttt_attention
 from tests.objectives.cases import relative
@@ -36,20 +37,23 @@ def definition(q, keys, values, segments):
     return out
 
 
-def attend(q, keys, values, segments):
-    return ttt_attention(q, keys[0], values[0], tuple(zip(keys[1:], values[1:], strict=True)), segments)
+def attend(q, keys, values, segments, query_block=S):
+    diagonal = tuple(zip(keys[1:], values[1:], strict=True))
+    return ttt_attention(q, keys[0], values[0], diagonal, segments, query_block=query_block)
 
 
-def test_against_the_definition():
-    """Causal within segments, diagonal for later steps, grouped heads."""
-    assert relative(attend(*inputs()), definition(*inputs())) < 1e-5
+@pytest.mark.parametrize("query_block", [1, 4, S, 100])
+def test_against_the_definition(query_block):
+    """Causal within segments, diagonal for later steps, grouped heads; any number of queries at a time."""
+    assert relative(attend(*inputs(), query_block), definition(*inputs())) < 1e-5
 
 
-def test_gradient_against_finite_differences():
+@pytest.mark.parametrize("query_block", [4, S])
+def test_gradient_against_finite_differences(query_block):
     """Of queries, keys and values of every step, along random directions."""
     q, keys, values, segments = inputs()
     cotangent = np.random.default_rng(2).normal(size=q.shape)
-    loss = lambda *x: jnp.sum(attend(*x, segments) * cotangent)
+    loss = lambda *x: jnp.sum(attend(*x, segments, query_block) * cotangent)
     grads = jax.grad(loss, argnums=(0, 1, 2))(*map(jnp.asarray, (q, keys, values)))
     for argument, grad in enumerate(grads):
         arguments = [x.astype(np.float64) for x in (q, keys, values)]
