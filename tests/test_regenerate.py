@@ -170,8 +170,10 @@ def test_no_usable_record_is_an_error(config, tmp_path):
 def test_a_turn_past_the_context_is_left_out(config, tmp_path):
     """The conversation ends with the last answer that fits, and says how many user turns it lost."""
     turns = [{"role": "user", "content": "of it"}, {"role": "user", "content": "free software " * 300}]
-    write(tmp_path / "in.jsonl", [{"id": "x", "conversations": [*turns, turns[0]]}])
+    beside = {"id": "y", "conversations": [turns[0]] * 3}  # goes on in the same batch
+    write(tmp_path / "in.jsonl", [{"id": "x", "conversations": [*turns, turns[0]]}, beside])
     regenerate(config())
-    [record] = read(config().output)
+    record, other = read(config().output)
+    assert len(other["conversations"]) == 6 and "unanswered" not in other
     assert [message["role"] for message in record["conversations"]] == ["user", "assistant"]
     assert record["unanswered"] == 2
