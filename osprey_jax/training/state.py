@@ -11,7 +11,7 @@ import optax
 from flax import nnx
 
 from osprey_jax.objectives.objective import Objective
-from osprey_jax.training.mesh import BOTH, replicated, rows_over
+from osprey_jax.training.mesh import BOTH, parameter_shardings, replicated, rows_over
 
 
 @jax.tree_util.register_dataclass
@@ -57,7 +57,7 @@ def make_train_step(
     objective: Objective, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> Callable[[TrainState, Any, dict], tuple[TrainState, dict]]:
     """The compiled update: (state, frozen, batch of arrays (A, B, S)) -> (state, metrics). The state is donated."""
-    teach, weigh = _teach(objective, mesh), _weigh(objective)
+    teach, weigh, gather = _teach(objective, mesh), _weigh(objective), _gather(mesh)
 
     @functools.partial(jax.jit, donate_argnums=0)
     def train_step(state: TrainState, frozen: Any, batch_AxBxS: dict[str, jax.Array]):
@@ -65,7 +65,7 @@ def make_train_step(
         weights = weigh(batch_AxBxS, lessons)
 
         def loss(params, part):
-            return objective.loss(params, state.constants, frozen, *part)
+            return objective.loss(gather(params), state.constants, frozen, *part)
 
         def add_part(grads, part):
             (_, metrics), part_grads = jax.value_and_grad(loss, has_aux=True)(state.params, part)
@@ -105,6 +105,24 @@ def _teach(objective: Objective, mesh: jax.sharding.Mesh) -> Callable:
         return jax.lax.with_sharding_constraint(lessons, rows_over(mesh, BOTH))
 
     return teach
+
+
+def _gather(mesh: jax.sharding.Mesh) -> Callable[[nnx.State], nnx.State]:
+    """Whole weights from their shards before they are used, and shards of the gradients after.
+
+    Left to itself, the partitioner may split a product along the sharded width instead, and then every device holds
+    the logits of every row.
+    """
+
+    def gather(params):
+        return jax.lax.with_sharding_constraint(params, replicated(mesh))
+
+    def backward(_, grads):
+        return (jax.lax.with_sharding_constraint(grads, parameter_shardings(grads, mesh, trained=True)),)
+
+    gather = jax.custom_vjp(gather)
+    gather.defvjp(lambda params: (gather(params), None), backward)
+    return gather
 
 
 def _weigh(objective: Objective) -> Callable:
