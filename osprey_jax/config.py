@@ -189,9 +189,7 @@ class EvaluateConfig(Section):
 def parse_arguments(program: str, description: str, kind: Any) -> Any:
     """`--config FILE [key=value ...]` from the command line, as a config of `kind`."""
     parser = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
-    parser.add_argument(
-        "--config", required=True, metavar="FILE", help="YAML file (keys: osprey_jax/config.py)"
-    )
+    parser.add_argument("--config", required=True, metavar="FILE", help="YAML file (keys: osprey_jax/config.py)")
     parser.add_argument(
         "overrides",
         nargs="*",

@@ -33,8 +33,8 @@ from osprey_jax.data.spans import RecordRefused
 from osprey_jax.decoding.generate import generate
 from osprey_jax.decoding.requests import Request, by_length
 from osprey_jax.decoding.speculate import Speculation, speculate
-from osprey_jax.decoding.target import Target, content_hash, open_target
-from osprey_jax.files import read_json, write_json, write_text
+from osprey_jax.decoding.target import Target, open_target
+from osprey_jax.files import fingerprint, read_json, write_json, write_text
 from osprey_jax.models.drafter import Drafter
 from osprey_jax.models.hf import load_drafter
 from osprey_jax.models.hf_config import check_fits_target, check_tap_layers, drafter_config
@@ -70,7 +70,7 @@ def evaluate(config: EvaluateConfig) -> list[dict[str, Any]]:
     parts = config.out / "parts"
     if config.out.exists() and not parts.is_dir() and (not config.out.is_dir() or any(config.out.iterdir())):
         raise UserError(f"{config.out}: already exists and is no evaluation; choose another out or remove it first")
-    target_hash = content_hash([config.target])
+    target_hash = fingerprint(config.target)
     sets = [_read_prompts(name, path, config, target, target_hash) for name, path in config.prompts.items()]
     parts.mkdir(parents=True, exist_ok=True)
     results = _measure(config, target, taps, sets, parts)
@@ -166,7 +166,7 @@ def _measure(
     results = []
     for name, path in config.drafters.items():
         load = functools.cache(functools.partial(load_drafter, path, dtype=dtype))
-        settings = {"drafter": content_hash([path]), "taps": list(taps[name]), "draft_steps": config.draft_steps}
+        settings = {"drafter": fingerprint(path), "taps": list(taps[name]), "draft_steps": config.draft_steps}
         for prompts in sets:
             made = _part(
                 parts / f"{name}@{prompts.name}.json",

@@ -1,6 +1,7 @@
 """Outputs that appear complete or not at all: write under a temporary name, fsync, rename."""
 
 import contextlib
+import hashlib
 import json
 import os
 import shutil
@@ -75,6 +76,24 @@ def new_directory(out: str | Path) -> Iterator[Path]:
         _sync(out.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+def fingerprint(*paths: Path) -> str:
+    """sha256 over the contents of files, and over the names and contents of the files in directories.
+
+    Of weights (safetensors) only the size and the first and last MiB count: reading all of a 70B target takes minutes,
+    and another model differs in its header or its last tensor.
+    """
+    digest = hashlib.sha256()
+    for path in paths:
+        for file in [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file()):
+            digest.update(f"{'' if file == path else file.name} {file.stat().st_size}\n".encode())
+            with file.open("rb") as stream:
+                if file.suffix == ".safetensors":
+                    digest.update(stream.read(2**20))
+                    stream.seek(max(file.stat().st_size - 2**20, 0))
+                digest.update(hashlib.file_digest(stream, "sha256").digest())
+    return digest.hexdigest()
 
 
 def _sync(path: Path) -> None:

@@ -28,8 +28,8 @@ from osprey_jax.data.records import find_files, read_json_lines
 from osprey_jax.data.spans import RecordRefused
 from osprey_jax.decoding.generate import Sampling, generate
 from osprey_jax.decoding.requests import Request, by_length
-from osprey_jax.decoding.target import Target, content_hash, open_target
-from osprey_jax.files import write_text
+from osprey_jax.decoding.target import Target, open_target
+from osprey_jax.files import fingerprint, write_text
 
 
 @dataclasses.dataclass
@@ -61,7 +61,7 @@ def regenerate(config: RegenerateConfig) -> None:
     dialogues, rejections = _read(config, target)
     # A batch's size and place on the disk change nothing but rounding.
     settings = config.model_dump(mode="json", exclude={"target", "input", "output", "batch_size"})
-    settings |= {"target": content_hash([config.target]), "input": content_hash(files)}
+    settings |= {"target": fingerprint(config.target), "input": fingerprint(*files)}
     config.output.parent.mkdir(parents=True, exist_ok=True)
     partial = config.output.with_name(config.output.name + ".partial")
     done = _resume(partial, settings)

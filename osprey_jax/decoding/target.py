@@ -1,8 +1,6 @@
 """A target as it is served: model, tokenizer, chat template, where a turn ends and how long it may get."""
 
 import dataclasses
-import hashlib
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -52,14 +50,3 @@ def open_target(directory: Path, template_options: dict[str, Any]) -> Target:
     check_tokenizer(tokenizer, config.vocab_size, str(directory))
     template = ChatTemplate(tokenizer, template_options)
     return Target(directory, config, tokenizer, template, stop_token_ids(directory, tokenizer))
-
-
-def content_hash(paths: Iterable[Path]) -> str:
-    """sha256 over the contents of files, and over the names and contents of the files in directories."""
-    digest = hashlib.sha256()
-    for path in paths:
-        for file in [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file()):
-            with file.open("rb") as stream:
-                content = hashlib.file_digest(stream, "sha256").hexdigest()
-            digest.update(f"{'' if file == path else file.name} {content}\n".encode())
-    return digest.hexdigest()

@@ -1,7 +1,6 @@
 """The two stages, set up from their configs: everything cheap is checked before any weight is read."""
 
 import dataclasses
-import hashlib
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,7 +16,7 @@ from osprey_jax.data.rows import Rows
 from osprey_jax.data.text import text_rows
 from osprey_jax.data.tokenizer import check_tokenizer, load_tokenizer
 from osprey_jax.data.trimming import most_frequent_tokens
-from osprey_jax.files import read_json
+from osprey_jax.files import fingerprint, read_json
 from osprey_jax.models import hf, hf_config
 from osprey_jax.models.causal_lm import CausalLM
 from osprey_jax.models.drafter import Drafter, DrafterConfig, trained_variables
@@ -169,19 +168,3 @@ def _random(make: Callable[[], nnx.Module], shardings: nnx.State) -> nnx.State:
 def _check_length(length: int, limit: int, where: Path) -> None:
     if length > limit:
         raise UserError(f"data.length {length} exceeds max_position_embeddings {limit} of {where}")
-
-
-def fingerprint(path: Path) -> str:
-    """sha256 over a file, or over the names, sizes and first and last MiB of a directory's files.
-
-    The middle of a large file is not read: a 70B target would take minutes, and a changed one differs in its header.
-    """
-    digest = hashlib.sha256()
-    for file in [path] if path.is_file() else sorted(p for p in path.iterdir() if p.is_file()):
-        size = file.stat().st_size
-        digest.update(f"{file.name} {size}\n".encode())
-        with file.open("rb") as stream:
-            digest.update(stream.read(2**20))
-            stream.seek(max(size - 2**20, 0))
-            digest.update(stream.read(2**20))
-    return digest.hexdigest()

@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 
 from osprey_jax.command import UserError
-from osprey_jax.decoding.target import content_hash, open_target
+from osprey_jax.decoding.target import open_target
 
 TARGET = Path(__file__).parents[1] / "golden/qwen3/target"
 QUESTION = [{"role": "user", "content": "of it"}]
@@ -56,18 +56,3 @@ def test_a_tokenizer_of_another_model_is_refused(tmp_path):
     (copy / "config.json").write_text(json.dumps(config | {"vocab_size": 300}))
     with pytest.raises(UserError, match="tokenizer needs"):
         open_target(copy, {})
-
-
-def test_the_hash_is_of_contents(tmp_path):
-    """Any byte and any name within a directory counts; where the directory is does not."""
-    for name in ("a", "b"):
-        (tmp_path / name).mkdir()
-        (tmp_path / name / "x").write_bytes(b"0" * 3_000_000)
-    a, b = tmp_path / "a", tmp_path / "b"
-    same = content_hash([a])
-    assert content_hash([b]) == same
-    (b / "x").write_bytes(b"0" * 1_500_000 + b"1" + b"0" * 1_499_999)
-    assert content_hash([b]) != same
-    (a / "x").rename(a / "y")
-    assert content_hash([a]) != same
-    assert content_hash([a / "y"]) != content_hash([b / "x"])
