@@ -36,11 +36,13 @@ class Record:
     """A conversation; `where` is "file:line".
 
     A message has `role` (system, user, assistant, tool), `content` (text), and `_MESSAGE_FIELDS` where they were given.
+    Of the assistant's turns, `unfinished` are those that a limit cut, by `regenerate`'s `finish_reasons`.
     """
 
     where: str
     id: str
     messages: list[dict[str, Any]]
+    unfinished: frozenset[int] = frozenset()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +87,7 @@ def read_records(patterns: list[str]) -> Iterator[Record | Rejection]:
             if isinstance(value, dict):
                 name = next((str(value[key]) for key in ("id", "uuid") if value.get(key) not in (None, "")), where)
             try:
-                yield Record(where, name, _messages(value))
+                yield Record(where, name, _messages(value), _unfinished(value))
             except _Unusable as reason:
                 yield Rejection(where, name, str(reason))
 
@@ -114,6 +116,11 @@ def _messages(record: Any) -> list[dict]:
     if next((message["role"] for message in messages if message["role"] != "system"), None) == "assistant":
         raise _Unusable("assistant first")
     return messages
+
+
+def _unfinished(record: dict) -> frozenset[int]:
+    reasons = record.get("finish_reasons")
+    return frozenset(i for i, reason in enumerate(reasons if isinstance(reasons, list) else []) if reason == "length")
 
 
 def _message(turn: dict) -> dict:
@@ -227,7 +234,7 @@ def _locate(template: ChatTemplate, record: Record | Rejection) -> _Located | Re
     if not any(message["role"] == "assistant" for message in record.messages):
         return Rejection(record.where, record.id, "no assistant turn")
     try:
-        return _Located(record.where, record.id, *template.assistant_spans(record.messages))
+        return _Located(record.where, record.id, *template.assistant_spans(record.messages, record.unfinished))
     except RecordRefused as error:
         return Rejection(record.where, record.id, f"refused by the chat template: {error}")
     except UserError as error:

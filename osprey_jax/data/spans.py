@@ -9,6 +9,7 @@ looks like a header or a terminator cannot mislead this.
 
 import itertools
 import re
+from collections.abc import Collection
 from typing import Any
 
 import jinja2
@@ -60,11 +61,14 @@ class ChatTemplate:
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:  # odd tool calls
             raise RecordRefused(str(error)) from error
 
-    def assistant_spans(self, messages: list[dict]) -> tuple[str, list[tuple[int, int]]]:
+    def assistant_spans(
+        self, messages: list[dict], unfinished: Collection[int] = ()
+    ) -> tuple[str, list[tuple[int, int]]]:
         """The rendering, and the `(start, end)` characters of each assistant turn in it, in order.
 
         A span is what the model writes in serving: from the end of the header (and of an empty thinking block that
-        the template itself puts there) to the end of the terminator.
+        the template itself puts there) to the end of the terminator. Of an `unfinished` turn (the first is 0), which
+        a limit cut, the terminator is not the model's and lies outside.
 
         Raises:
           RecordRefused: the template refuses the conversation.
@@ -72,12 +76,12 @@ class ChatTemplate:
         """
         text = self.render(messages)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = [self._locate(text, messages, index) for index in turns]
+        spans = [self._locate(text, messages, index, turn in unfinished) for turn, index in enumerate(turns)]
         if any(before[1] > after[0] for before, after in itertools.pairwise(spans)):
             raise _unreadable("assistant turns overlap", text)
         return text, spans
 
-    def _locate(self, text: str, messages: list[dict], index: int) -> tuple[int, int]:
+    def _locate(self, text: str, messages: list[dict], index: int, unfinished: bool) -> tuple[int, int]:
         marker = _marker(text)
         marked = self.render([*messages[:index], {"role": "assistant", "content": marker}, *messages[index + 1 :]])
         if marked.count(marker) != 1:
@@ -100,6 +104,8 @@ class ChatTemplate:
         end = len(text) - len(rest)
         if not text.endswith(rest) or end < start or (terminator and not text.endswith(self._enders, start, end)):
             raise _unreadable(f"the text after message {index} depends on that message", text)
+        if unfinished and terminator:
+            end = max(start, end - len(terminator.group()))
         return start, end
 
     def _header_end(self, before: str, messages: list[dict], index: int) -> int:

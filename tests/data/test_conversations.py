@@ -229,6 +229,14 @@ def test_cut(rows, make_tokenizer):
     assert exact.cut == 0
 
 
+def test_answer_that_a_limit_cut(rows):
+    """Where `regenerate` says that a turn was cut, its terminator is not supervised."""
+    for reasons, unfinished in ((["stop"], 0), (["length"], 1), (None, 0)):
+        _, _, whole = rows([line(PAIR)], 64)
+        _, _, report = rows([line(PAIR, finish_reasons=reasons)], 64)
+        assert whole.supervised - report.supervised == unfinished
+
+
 def test_reasons(rows):
     """Every record not used is listed in the order of the file and counted by reason."""
     long = [{"role": "user", "content": "no " * 100}, ASSISTANT]

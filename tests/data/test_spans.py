@@ -98,6 +98,17 @@ def test_empty_thinking_block(make_tokenizer):
     assert "<think>\n\n</think>\n\nyes" in text
 
 
+@pytest.mark.parametrize("template", [CHATML, LLAMA, BASE, QWEN3])
+def test_unfinished_turn(make_tokenizer, template):
+    """Of a turn that a limit cut the terminator is the template's, not the model's; other turns keep theirs."""
+    messages = [user("hi"), assistant("hello"), user("no"), assistant("yes"), user("hi")]
+    template = ChatTemplate(make_tokenizer(template))
+    text, whole = template.assistant_spans(messages)
+    _, (first, second) = template.assistant_spans(messages, unfinished={1})
+    assert first == whole[0] and text[slice(*first)].startswith("hello<")
+    assert text[slice(*second)] == "yes"
+
+
 @pytest.mark.parametrize("thinking", [{"reasoning_content": "no no"}, {}])
 def test_thinking_that_the_record_has(make_tokenizer, thinking):
     """Written thinking is supervised where the template keeps it (last turn) and absent where it drops it."""
