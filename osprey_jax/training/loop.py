@@ -237,6 +237,7 @@ class _Log:
 
     def update(self, step: int, values: dict[str, float], tokens: int) -> None:
         self._tokens += tokens
+        self._bar.set_postfix_str(f"loss {values['loss']:.3f}", refresh=False)
         self._bar.update(step - self._bar.n)
         # The first step compiles: it says nothing of the speed.
         first = step == self._start + 1
@@ -257,11 +258,7 @@ class _Log:
         self._file.flush()
         for name, value in values.items():
             self._board.add_scalar(f"{split}/{name}", value, step)
-        shown = {name: value for name, value in values.items() if name not in ("learning_rate", "grad_norm")}
-        text = "  ".join(
-            f"{name} {value:,.0f}" if value >= 1000 else f"{name} {value:.3f}" for name, value in shown.items()
-        )
-        tqdm.write(f"{split} {step}/{self._steps}  {text}", file=sys.stdout)
+        tqdm.write(f"{split} {step}/{self._steps}  {_shown(values)}", file=sys.stdout)
         sys.stdout.flush()
 
     def __enter__(self) -> "_Log":
@@ -272,6 +269,18 @@ class _Log:
         if self._active:
             self._file.close()
             self._board.close()
+
+
+def _shown(values: dict[str, float]) -> str:
+    """`loss 2.31  accuracy 0.42 0.35 0.31  1,234 tokens/s`: what belongs to the steps of an unroll in one place."""
+    series: dict[str, list[str]] = {}
+    for name, value in values.items():
+        if name not in ("learning_rate", "grad_norm", "tokens_per_second"):
+            series.setdefault(name.rstrip("0123456789").rstrip("_"), []).append(f"{value:.3f}")
+    parts = [f"{name} {' '.join(numbers)}" for name, numbers in series.items()]
+    if "tokens_per_second" in values:
+        parts.append(f"{values['tokens_per_second']:,.0f} tokens/s")
+    return "  ".join(parts)
 
 
 def _step_of(line: str) -> int:
