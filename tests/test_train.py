@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+import time
 
 import numpy as np
 import pytest
@@ -121,6 +124,34 @@ def test_goes_on_after_a_stop(distill, tmp_path, monkeypatch):
         load_file(tmp_path / "run-export" / "model.safetensors"),
         load_file(tmp_path / "whole-export" / "model.safetensors"),
     )
+
+
+def test_goes_on_after_a_kill(distill, tmp_path):
+    """SIGKILL soon after the first checkpoint: the same command goes on from a checkpoint, to the end."""
+    command = [sys.executable, "-m", "osprey_jax.train", "--config", str(tmp_path / "distill.yaml"), "steps=60"]
+    process = subprocess.Popen(command, stdout=subprocess.DEVNULL, cwd=GOLDEN.parents[1])
+    deadline = time.monotonic() + 240
+    while not (tmp_path / "run" / "checkpoints" / "2").exists():
+        assert process.poll() is None and time.monotonic() < deadline
+        time.sleep(0.01)
+    process.kill()
+    process.wait()
+    status, out, _ = distill("steps=60")
+    first = int(out.split("steps ")[1].split("..")[0])
+    assert status == 0 and 2 <= first < 60 and "done: step 60" in out
+    assert sorted(metrics(tmp_path / "run")) == list(range(1, 61))
+
+
+def test_bfloat16_keeps_float32_masters(distill, tmp_path):
+    """Products in bfloat16 change the loss by their rounding alone; what is saved is float32."""
+    for dtype in ("float32", "bfloat16"):
+        status, _, err = distill(f"run_dir={tmp_path / dtype}", f"compute_dtype={dtype}", "steps=2")
+        assert status == 0, err
+    full, half = (metrics(tmp_path / dtype)[1] for dtype in ("float32", "bfloat16"))
+    assert full["loss"] != half["loss"] and abs(half["loss"] / full["loss"] - 1) < 0.02
+    assert abs(half["grad_norm"] / full["grad_norm"] - 1) < 0.05
+    to_sglang(tmp_path / "bfloat16", tmp_path / "export")
+    assert load_file(tmp_path / "export" / "model.safetensors")["fc.weight"].dtype == np.float32
 
 
 def test_finished_run_does_nothing(distill):
