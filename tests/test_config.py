@@ -46,7 +46,7 @@ def test_stage_chooses_the_class(load):
 def test_overrides(load):
     """Dots go down and make groups that are not there; values are YAML."""
     config = load(
-        DISTILL, "optimizer.learning_rate=3e-4", "ttt.length=3", "tap_layers=[1, 2, 3]", "data.eval=[b.jsonl]"
+        DISTILL, "optimizer.learning_rate=3e-4", "ttt.length=3", "tap_layers=[1, 2, 3]", "data.eval=[b]"
     )
     assert config.optimizer.learning_rate == 3e-4 and config.ttt.length == 3
     assert config.tap_layers == (1, 2, 3) and config.data.eval == ["b"]
