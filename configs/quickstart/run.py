@@ -30,6 +30,7 @@ ROOT = CONFIGS.parent.parent
 DEFAULT_OUT = "runs/quickstart"  # where the configs put everything
 DRAFTERS = {  # as in evaluate.yaml, and what they are
     "random": "floor: random weights, not distilled",
+    "converted": "Osprey as converted, not distilled",
     "eagle3_1": "EAGLE-3 from scratch, 1 layer",
     "eagle3_2": "EAGLE-3 from scratch, 2 layers",
     "control": "control: Osprey's architecture, random weights",
@@ -233,14 +234,14 @@ def report(out: str) -> None:
     differing = sum(result["differing"] for result in results)
     asked = sum(len(result["requests"]) for result in results)
     print("\nAccepted length (tokens a verification of the target yields) on held-out prompts;")
-    print("every drafter but the floor was distilled for the same steps, on code alone.\n")
+    print("what was distilled, was for the same steps and on code alone.\n")
     print(console_table(["drafter", *sets], rows))
     print(f"\n{differing} of {asked} texts differ from what the target writes alone.")
     print(f"heat map: {out}/evaluation/accepted_length.png   every request: {out}/evaluation/requests.csv")
     print("One seed of a miniature: another seed moves each number by some tenths.")
     print(f"""
 To serve the 1-layer EAGLE-3 baseline on a machine with a GPU and SGLang:
-python -m sglang.launch_server --model-path {out}/target-hf --dtype float32 \\
+python -m sglang.launch_server --model-path {out}/target-hf \\
   --speculative-algorithm EAGLE3 --speculative-draft-model-path {out}/drafters/eagle3_1 \\
   --speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6
 The others ({out}/drafters/osprey ...) have several layers or swapped inputs, which SGLang's own classes do not

@@ -8,8 +8,10 @@ a whole, by a hash of its name: nothing of it is in any tokenizer or training te
 """
 
 import ast
+import contextlib
 import hashlib
 import json
+import os
 import random
 import re
 import shutil
@@ -39,7 +41,7 @@ CHAT_TOKENS = [
 ]  # ids 0..5: target/config.json
 LM_TOKENS = ["<|endoftext|>"]
 
-_NOT_CODE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "__pycache__", "pydoc_data"}
+_NOT_CODE = {"site-packages", "dist-packages", "test", "tests", "idle_test", "lib2to3", "encodings", "pydoc_data"}
 # About 32 and 96 tokens, each ending before a space.
 _QUESTION, _ANSWER = (
     r"(?s:.{59,89}\S)(?=\s)",
@@ -107,11 +109,8 @@ def split_of(name: str) -> str:
 
 
 def bare_code(source: str) -> str:
-    """Python source without comments and docstrings; empty where it cannot be parsed."""
-    try:
-        tree = ast.parse(source)
-    except SyntaxError:
-        return ""
+    """Python source without comments and docstrings; next to nothing where it cannot be parsed."""
+    tree = _parse(source)
     for node, _ in _docstrings(tree):
         node.body = node.body[1:] or [ast.Pass()]
     return ast.unparse(tree) + "\n"
@@ -119,14 +118,13 @@ def bare_code(source: str) -> str:
 
 def _sources() -> Iterator[tuple[str, str]]:
     library = Path(sysconfig.get_paths()["stdlib"])
-    for path in library.rglob("*.py"):
-        name = path.relative_to(library)
-        if _NOT_CODE & set(name.parts) or "encodings" in name.parts:  # tables of characters
-            continue
-        try:
-            yield name.as_posix(), path.read_text(encoding="utf-8")
-        except (OSError, UnicodeDecodeError):
-            continue
+    for folder, folders, files in os.walk(library):
+        folders[:] = [name for name in folders if name not in _NOT_CODE]
+        for name in files:
+            path = Path(folder, name)
+            if path.suffix == ".py" and not name.startswith("_sysconfigdata"):  # of this machine
+                with contextlib.suppress(OSError, UnicodeDecodeError):
+                    yield path.relative_to(library).as_posix(), path.read_text(encoding="utf-8")
 
 
 def _prose() -> Iterator[tuple[str, str]]:
@@ -134,13 +132,21 @@ def _prose() -> Iterator[tuple[str, str]]:
         from pydoc_data.topics import topics
     except ImportError:
         for name, source in _sources():
-            docstrings = [text for _, text in _docstrings(ast.parse(source)) if len(text) > 150]
+            docstrings = [text for _, text in _docstrings(_parse(source)) if len(text) > 150]
             if docstrings:
                 yield name, "\n\n".join(docstrings) + "\n"
     else:
         plain = str.maketrans("“”‘’", "\"\"''")
         for name, text in topics.items():
             yield name, text.translate(plain)
+
+
+def _parse(source: str) -> ast.Module:
+    """The syntax tree, an empty one where there is none."""
+    try:
+        return ast.parse(source)
+    except (SyntaxError, ValueError):
+        return ast.Module(body=[], type_ignores=[])
 
 
 def _docstrings(tree: ast.Module) -> list[tuple[ast.AST, str]]:
