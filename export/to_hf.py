@@ -2,16 +2,16 @@
 
 from pathlib import Path
 
-from export.run_directory import exported, load_trained, model_config, parse_arguments, require_stage
+from export.run_directory import load_trained, parse_arguments, write_model
 from osprey_jax.command import run
+from osprey_jax.files import new_directory
 
 
 def to_hf(run_dir: Path, out: Path, step: int | None = None) -> int:
     """Export a `stage: pretrain` run to `out`; returns the step. Tied heads stay tied: no `lm_head` tensor."""
-    model, config, step = load_trained(run_dir, step)
-    require_stage(config, "pretrain", "export.to_sglang")
-    with exported(run_dir, out, model, model_config(run_dir)):
-        pass
+    with new_directory(out) as directory:
+        model, raw, step = load_trained(run_dir, step, "pretrain")
+        write_model(run_dir, directory, model, raw)
     return step
 
 

@@ -1,19 +1,34 @@
 """What every command shares: bad input is one line on stderr and a non-zero exit, never a traceback."""
 
+import argparse
+import signal
 import sys
 from collections.abc import Callable
+from typing import NoReturn
 
 
 class UserError(Exception):
     """Input that cannot be used. The message is one line: what is wrong, where, and what to do."""
 
 
+class ArgumentParser(argparse.ArgumentParser):
+    """A parser whose complaints are one line like any other."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UserError(f"{message}; see --help")
+
+
 def run(main: Callable[[], None]) -> None:
-    """Run a command's `main`; exit 2 after a `UserError`, 130 after an interrupt."""
+    """Run a command's `main`; exit 2 after a `UserError` or a file that cannot be used, 130 after an interrupt."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit, so that temporary files are removed
     try:
         main()
     except UserError as error:
         sys.exit(_complain(error, 2))
+    except OSError as error:
+        if error.filename is None:
+            raise
+        sys.exit(_complain(f"{error.filename}: {error.strerror}", 2))
     except KeyboardInterrupt:
         sys.exit(_complain("interrupted; run the same command again to go on", 130))
 

@@ -4,23 +4,23 @@ One class a command. A default stands here and nowhere else; what follows from o
 that needs it and printed at the start of a run, never a second key.
 """
 
-import argparse
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
 import pydantic
 import yaml
 
-from osprey_jax.command import UserError
+from osprey_jax.command import ArgumentParser, UserError
 
-Positive = Annotated[int, pydantic.Field(ge=1)]
-Fraction = Annotated[float, pydantic.Field(ge=0, le=1)]
+Positive = Annotated[int, pydantic.Field(ge=1, strict=True)]
+Seed = Annotated[int, pydantic.Field(ge=0, lt=2**32, strict=True)]  # what a random key is made of
+Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
 class Section(pydantic.BaseModel):
     """A group of keys. Unknown keys are refused, values cannot change."""
 
-    model_config = pydantic.ConfigDict(extra="forbid", frozen=True)
+    model_config = pydantic.ConfigDict(extra="forbid", frozen=True, allow_inf_nan=False)
 
 
 # ---- parts of a training run
@@ -29,15 +29,15 @@ class Section(pydantic.BaseModel):
 class Data(Section):
     train: list[str]  # files or globs
     eval: list[str] = []  # held-out files or globs
-    length: Positive  # tokens a row
+    length: Annotated[int, pydantic.Field(ge=2, strict=True)]  # tokens a row
     template_options: dict[str, Any] = {}  # passed to the chat template, as serving does (enable_thinking: false)
 
 
 class Optimizer(Section):
     learning_rate: Annotated[float, pydantic.Field(gt=0)]
-    warmup_fraction: Fraction = 0.04  # of the steps, linear; then cosine to 0
-    beta1: Fraction = 0.9
-    beta2: Fraction = 0.999
+    warmup_fraction: Annotated[float, pydantic.Field(ge=0, le=1)] = 0.04  # of the steps, linear; then cosine to 0
+    beta1: Decay = 0.9
+    beta2: Decay = 0.999
     epsilon: Annotated[float, pydantic.Field(gt=0)] = 1e-8
     weight_decay: Annotated[float, pydantic.Field(ge=0)] = 0.0
     clip_norm: Annotated[float, pydantic.Field(gt=0)] = 1.0
@@ -67,13 +67,13 @@ class Run(Section):
     """What both stages share."""
 
     run_dir: Path
-    seed: Annotated[int, pydantic.Field(ge=0)] = 0
+    seed: Seed = 0
     data: Data
     optimizer: Optimizer
     batch_size: Positive  # rows an optimizer step, over all devices and accumulated parts
     accumulation: Positive = 1  # parts a batch is computed in, one after another
     epochs: Positive | None = None
-    steps: Annotated[int, pydantic.Field(ge=0)] | None = None
+    steps: Annotated[int, pydantic.Field(ge=0, strict=True)] | None = None
     eval_every: Positive | None = None  # steps; None: only at the end
     log_every: Positive = 10
     checkpoints: Checkpoints = Checkpoints()
@@ -161,10 +161,16 @@ class RegenerateConfig(Section):
     max_new_tokens: Positive  # of one turn
     temperature: Annotated[float, pydantic.Field(ge=0)] = 0.0  # 0: greedy
     top_p: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
-    seed: Annotated[int, pydantic.Field(ge=0)] = 0
+    seed: Seed = 0
     batch_size: Positive = 8
     template_options: dict[str, Any] = {}
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+
+    @pydantic.model_validator(mode="after")
+    def _samples(self) -> Self:
+        if 0 < self.temperature < 0.01:
+            raise ValueError(f"temperature {self.temperature} is neither 0, which is greedy, nor at least 0.01")
+        return self
 
 
 class EvaluateConfig(Section):
@@ -178,7 +184,7 @@ class EvaluateConfig(Section):
     draft_steps: Positive = 5
     batch_size: Positive = 1
     sample: Positive | None = None  # that many prompts a set, drawn at random; None: all, in file order
-    seed: Annotated[int, pydantic.Field(ge=0)] = 0
+    seed: Seed = 0
     template_options: dict[str, Any] = {}
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
@@ -188,7 +194,7 @@ class EvaluateConfig(Section):
 
 def parse_arguments(program: str, description: str, kind: Any) -> Any:
     """`--config FILE [key=value ...]` from the command line, as a config of `kind`."""
-    parser = argparse.ArgumentParser(prog=f"python -m {program}", description=description)
+    parser = ArgumentParser(prog=f"python -m {program}", description=description)
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file (keys: osprey_jax/config.py)")
     parser.add_argument(
         "overrides",
@@ -210,7 +216,7 @@ def load_config(path: str | Path, overrides: list[str], kind: Any) -> Any:
         values = yaml.load(Path(path).read_text(encoding="utf-8"), Loader=_StrictLoader)
     except OSError as error:
         raise UserError(f"{path}: cannot be read ({error.strerror}); --config names a YAML file") from error
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, TypeError) as error:  # the latter two from values such as a 13th month
         raise UserError(f"{path}: not valid YAML ({error})") from error
     if not isinstance(values, dict):
         raise UserError(f"{path}: expected keys and values")
@@ -226,7 +232,10 @@ class _StrictLoader(yaml.SafeLoader):
     """`safe_load` that refuses a key given twice, of which YAML would keep the last in silence."""
 
     def construct_mapping(self, node, deep=False):
-        keys = [self.construct_object(key, deep=True) for key, _ in node.value]
+        if not isinstance(node, yaml.MappingNode):
+            raise yaml.constructor.ConstructorError(None, None, "expected keys and values", node.start_mark)
+        merges = "tag:yaml.org,2002:merge"  # `<<: *anchor` may be overruled
+        keys = [self.construct_object(key, deep=True) for key, _ in node.value if key.tag != merges]
         for key in keys:
             if keys.count(key) > 1:
                 raise yaml.constructor.ConstructorError(None, None, f"key {key!r} is given twice", node.start_mark)

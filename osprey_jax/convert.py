@@ -3,7 +3,6 @@
 python -m osprey_jax.convert --source DIR --target DIR --out DIR [--tap-layers A B C] [--random-weights SEED]
 """
 
-import argparse
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -12,7 +11,7 @@ import transformers
 from flax import nnx
 from tqdm import tqdm
 
-from osprey_jax.command import UserError, run
+from osprey_jax.command import ArgumentParser, UserError, run
 from osprey_jax.data.tokenizer import check_tokenizer, copy_tokenizer, load_tokenizer, rows_needed
 from osprey_jax.data.vocabulary import Alignment, align
 from osprey_jax.files import new_directory, read_json, write_json
@@ -149,7 +148,7 @@ def _size(config: dict, key: str, where: Path) -> int:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m osprey_jax.convert", description=__doc__.splitlines()[0])
+    parser = ArgumentParser(prog="python -m osprey_jax.convert", description=__doc__.splitlines()[0])
     parser.add_argument("--source", required=True, type=Path, metavar="DIR", help="HF checkpoint of a backbone")
     parser.add_argument("--target", required=True, type=Path, metavar="DIR", help="config and tokenizer of the target")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where the result goes; must not exist")

@@ -3,13 +3,12 @@
 python -m osprey_jax.prune --source DIR --layers N --out DIR
 """
 
-import argparse
 import dataclasses
 from pathlib import Path
 
 from tqdm import tqdm
 
-from osprey_jax.command import UserError, run
+from osprey_jax.command import ArgumentParser, UserError, run
 from osprey_jax.data.tokenizer import copy_tokenizer
 from osprey_jax.files import new_directory, read_json
 from osprey_jax.models.hf import TensorFiles, abstract_causal_lm, check_tensors, tensor_shapes, write_checkpoint
@@ -42,7 +41,7 @@ def prune(source: str | Path, num_layers: int, out: str | Path) -> None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(prog="python -m osprey_jax.prune", description=__doc__.splitlines()[0])
+    parser = ArgumentParser(prog="python -m osprey_jax.prune", description=__doc__.splitlines()[0])
     parser.add_argument("--source", required=True, type=Path, metavar="DIR", help="HF checkpoint to cut")
     parser.add_argument("--layers", required=True, type=int, metavar="N", help="blocks to keep")
     parser.add_argument("--out", required=True, type=Path, metavar="DIR", help="where the result goes; must not exist")

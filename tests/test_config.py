@@ -45,9 +45,7 @@ def test_stage_chooses_the_class(load):
 
 def test_overrides(load):
     """Dots go down and make groups that are not there; values are YAML."""
-    config = load(
-        DISTILL, "optimizer.learning_rate=3e-4", "ttt.length=3", "tap_layers=[1, 2, 3]", "data.eval=[b]"
-    )
+    config = load(DISTILL, "optimizer.learning_rate=3e-4", "ttt.length=3", "tap_layers=[1, 2, 3]", "data.eval=[b]")
     assert config.optimizer.learning_rate == 3e-4 and config.ttt.length == 3
     assert config.tap_layers == (1, 2, 3) and config.data.eval == ["b"]
 
@@ -77,6 +75,11 @@ def test_override_replaces_one_of_two_starts(load):
         (DISTILL, "batch_size=0", "batch_size: .*greater than or equal to 1, not 0"),
         (DISTILL, "optimizer.learning_rate=fast", r"optimizer\.learning_rate: .*valid number.*not 'fast'"),
         (DISTILL, "ttt.supervision=late", r"ttt\.supervision: .*'released' or 'exact', not 'late'"),
+        (DISTILL, "batch_size=true", "batch_size: .*valid integer, not True"),
+        (DISTILL, "optimizer.learning_rate=.inf", "finite number"),
+        (DISTILL, "optimizer.beta1=1", r"optimizer\.beta1: .*less than 1"),
+        (DISTILL, "seed=4294967296", "seed: .*less than 4294967296"),
+        (PRETRAIN, "data.length=1", r"data\.length: .*greater than or equal to 2"),
         (DISTILL, "batch_size", "'batch_size' is not key=value"),
         (DISTILL, "target.path=x", "target is a value, not a group of keys"),
         (DISTILL, "batch_size=[", "the value is not valid YAML"),
@@ -94,6 +97,8 @@ def test_bad_keys_and_values(load, base, override, message):
         ("- a\n- b\n", "expected keys and values"),
         ("", "expected keys and values"),
         ("stage: distill\nstage: pretrain\n", "'stage' is given twice"),
+        ("run_dir: 2024-13-45\n", "not valid YAML"),
+        ("stage: !!map foo\n", "not valid YAML"),
         ("stage: !!python/object/apply:os.system ['true']\n", "not valid YAML"),
     ],
 )

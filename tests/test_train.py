@@ -177,6 +177,20 @@ def test_non_finite_loss_stops_before_it_is_saved(distill, tmp_path):
     assert max(saved, default=0) < failed
 
 
+def test_description_is_that_of_the_checkpoints(distill, tmp_path):
+    """A run that ends before its first checkpoint leaves nothing that a later one, with other taps, would export."""
+    missing = tmp_path / "no-weights"
+    shutil.copytree(CASE / "expected" / "converted", missing)
+    (missing / "model.safetensors").unlink()
+    assert_refused(distill(f"drafter.checkpoint={missing}"), tmp_path, "model.safetensors: no such file")
+    distill("optimizer.learning_rate=1e30", "optimizer.warmup_fraction=0", "checkpoints.every=100")
+    assert not [path for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()]
+    assert distill("tap_layers=[0, 2, 4]", "steps=1")[0] == 0
+    to_sglang(tmp_path / "run", tmp_path / "export")
+    config = read(tmp_path / "export" / "config.json")
+    assert config["eagle_config"]["eagle_aux_hidden_state_layer_ids"] == [0, 2, 4]
+
+
 @pytest.mark.parametrize(("layers", "vocabulary"), [(1, None), (2, 300)])
 def test_eagle3_from_scratch(distill, tmp_path, layers, vocabulary):
     """The baselines are the same command: target's embedding frozen, 1 or 2 layers, vocabulary whole or trimmed."""
@@ -306,9 +320,34 @@ def test_rows_longer_than_the_context(distill, tmp_path):
     assert_refused(distill("data.length=1024"), tmp_path, "data.length 1024 exceeds max_position_embeddings 512")
 
 
-def test_run_directory_of_something_else(distill, tmp_path):
+@pytest.mark.parametrize("name", ["thesis.txt", "config.yaml", "model"])
+def test_run_directory_of_something_else(distill, tmp_path, name):
+    """Nothing of another's is overwritten, not even under a name that a run uses."""
     (tmp_path / "run").mkdir()
-    (tmp_path / "run" / "thesis.txt").write_text("mine")
+    (tmp_path / "run" / name).write_text("mine")
     status, _, err = distill()
     assert status == 2 and "holds something that is not a run" in err
-    assert [path.name for path in (tmp_path / "run").iterdir()] == ["thesis.txt"]
+    assert [path.read_text() for path in (tmp_path / "run").iterdir()] == ["mine"]
+
+
+def test_file_that_cannot_be_written(distill, tmp_path):
+    """What the system refuses is one line too."""
+    (tmp_path / "file").write_text("")
+    status, _, err = distill(f"run_dir={tmp_path / 'file' / 'run'}")
+    assert status == 2 and err.count("\n") == 1 and "file" in err
+
+
+@pytest.mark.parametrize(
+    ("change", "word"),
+    [
+        ({"architectures": 5}, "architecture 5"),
+        ({"eagle_config": [1]}, "eagle_config [1]"),
+        ({"eagle_config": {"eagle_aux_hidden_state_layer_ids": [1.5, 3, 5]}}, "1.5"),
+        ({"swap_h_and_emb": "false"}, "neither true nor false"),
+        ({"target_hidden_size": None}, "target_hidden_size is None"),
+        ({"draft_vocab_size": 0}, "draft_vocab_size is 0"),
+    ],
+)
+def test_malformed_drafter_config(distill, tmp_path, change, word):
+    other = changed(tmp_path, CASE / "expected" / "converted", **change)
+    assert_refused(distill(f"drafter.checkpoint={other}"), tmp_path, word)

@@ -47,7 +47,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True)
 class Rejection:
-    """A line that is not used, and why."""
+    """A line that is not used, or not all of it, and why."""
 
     where: str
     id: str
@@ -64,6 +64,10 @@ class Report:
     dropped: dict[str, int]  # reason -> records
     tokens: int
     supervised: int
+
+    def __str__(self) -> str:
+        dropped = "".join(f", {count} dropped: {reason}" for reason, count in self.dropped.items())
+        return f"{self.read} records read, {self.used} used, {self.cut} of them cut{dropped}"
 
 
 # ---- records
@@ -172,7 +176,7 @@ def conversation_rows(
     length: int,
     template_options: dict[str, Any] | None = None,
 ) -> tuple[Rows, list[Rejection], Report]:
-    """All usable conversations, one a row, cut or right-padded to `length`, with what was not used and the counts.
+    """All usable conversations, one a row, cut or right-padded to `length`; what was dropped or cut; the counts.
 
     Reasons beside those of `read_records`: no assistant turn; refused by the chat template; nothing supervised within
     the length.
@@ -185,7 +189,8 @@ def conversation_rows(
     token_ids: list[np.ndarray] = []
     loss_masks: list[np.ndarray] = []
     rejections: list[Rejection] = []
-    read = cut = 0
+    cut: list[Rejection] = []
+    read = 0
     records = tqdm.tqdm(read_records(patterns), desc="tokenize", unit=" conversations", disable=None)
     stream = (_locate(template, record) for record in records)
     while batch := list(itertools.islice(stream, _BATCH)):
@@ -201,7 +206,8 @@ def conversation_rows(
             if not mask.any():
                 rejections.append(Rejection(item.where, item.id, "nothing supervised within the length"))
                 continue
-            cut += len(encoding) > length
+            if len(encoding) > length:
+                cut.append(Rejection(item.where, item.id, f"cut at {length} of {len(encoding)} tokens"))
             ids.append(item.id)
             token_ids.append(tokens)
             loss_masks.append(mask)
@@ -211,8 +217,8 @@ def conversation_rows(
         counts = ", ".join(f"{reason}: {count}" for reason, count in dropped.items()) or "the files are empty"
         raise UserError(f"{', '.join(patterns)}: no usable conversation among {read} records ({counts})")
     tokens, supervised = sum(map(len, token_ids)), int(sum(mask.sum() for mask in loss_masks))
-    report = Report(read, len(ids), cut, dropped, tokens, supervised)
-    return _pad(ids, token_ids, loss_masks, length), rejections, report
+    report = Report(read, len(ids), len(cut), dropped, tokens, supervised)
+    return _pad(ids, token_ids, loss_masks, length), rejections + cut, report
 
 
 def write_rejections(path: Path, rejections: list[Rejection]) -> None:

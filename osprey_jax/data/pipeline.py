@@ -23,7 +23,6 @@ def batches(
     batch_size: int,
     seed: int,
     start: int = 0,
-    shuffle: bool = True,
     process_index: int = 0,
     process_count: int = 1,
 ) -> Iterator[dict[str, np.ndarray]]:
@@ -41,8 +40,7 @@ def batches(
     """
     own = _own_rows(rows, batch_size, process_count)
     dataset = grain.MapDataset.source(rows).seed(seed)
-    if shuffle:
-        dataset = dataset.shuffle()  # before repeat: Grain then reseeds it with the epoch
+    dataset = dataset.shuffle()  # before repeat: Grain then reseeds it with the epoch
     dataset = dataset.repeat()[start:].batch(own, drop_remainder=True)[process_index::process_count]
     return iter(dataset.to_iter_dataset(_PREFETCH))
 

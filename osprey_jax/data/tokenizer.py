@@ -21,13 +21,11 @@ TOKENIZER_FILES = (
 )
 
 
-def load_tokenizer(directory: str | Path, *, trust_remote_code: bool = False) -> transformers.PreTrainedTokenizerBase:
+def load_tokenizer(directory: str | Path) -> transformers.PreTrainedTokenizerBase:
     """The tokenizer in a local directory."""
     directory = require_directory(directory, "a tokenizer")
     try:
-        return transformers.AutoTokenizer.from_pretrained(
-            directory, local_files_only=True, trust_remote_code=trust_remote_code
-        )
+        return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many kinds for one cause
         raise UserError(f"{directory}: no usable tokenizer ({error})") from error
 

@@ -11,7 +11,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from osprey_jax.models.transformer import Attend, TransformerConfig
+from osprey_jax.kernels.attention import Attend
+from osprey_jax.models.transformer import TransformerConfig
 
 
 class KVCache(NamedTuple):

@@ -6,7 +6,6 @@ A row's tokens depend on its own prompt, limit and random numbers alone, not on 
 differ between batch shapes, and decides where two tokens tie.)
 """
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
@@ -27,6 +26,7 @@ from osprey_jax.decoding.requests import (
     make_batch,
     settle,
 )
+from osprey_jax.kernels.precision import exact_products
 from osprey_jax.models.causal_lm import CausalLM
 
 
@@ -72,11 +72,6 @@ def generate(
 def completions(n: int, out_BxR: np.ndarray, count_B: np.ndarray, stopped_B: np.ndarray) -> list[Completion]:
     """The first `n` rows of a decoded batch."""
     return [Completion(out_BxR[i, : count_B[i]].tolist(), "stop" if stopped_B[i] else "length") for i in range(n)]
-
-
-def exact_products(dtype: jnp.dtype) -> contextlib.AbstractContextManager:
-    """float32 means float32: accelerators would otherwise round the factors of a product to fewer bits."""
-    return jax.default_matmul_precision("highest") if dtype == jnp.float32 else contextlib.nullcontext()
 
 
 def prefill(

@@ -25,8 +25,9 @@ import jax.numpy as jnp
 from flax import nnx
 
 from osprey_jax.decoding.cache import KVCache, cached_attend, layer_caches, stacked_cache
-from osprey_jax.decoding.generate import completions, exact_products, prefill
+from osprey_jax.decoding.generate import completions, prefill
 from osprey_jax.decoding.requests import Batch, Completion, Request, limit_bucket, make_batch, settle
+from osprey_jax.kernels.precision import exact_products
 from osprey_jax.models.causal_lm import CausalLM
 from osprey_jax.models.drafter import Drafter
 

@@ -9,7 +9,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from osprey_jax.models.transformer import Attend
+Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
+"""What a model's attention layers call: (q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, memory) -> (out_BxSxNxh, memory)."""
 
 QUERY_BLOCK = 256  # queries whose scores exist at one time: (B, N, Q, S), computed again in the backward pass
 

@@ -9,8 +9,7 @@ Axes: B batch, S sequence, Q queries of a block, N query heads, G key/value head
 import jax
 import jax.numpy as jnp
 
-from osprey_jax.kernels.attention import QUERY_BLOCK, by_query_blocks
-from osprey_jax.models.transformer import Attend
+from osprey_jax.kernels.attention import QUERY_BLOCK, Attend, by_query_blocks
 
 _MASKED = -1e30  # finite: a query of padding that sees no key gives no NaN
 

@@ -11,9 +11,9 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+from osprey_jax.kernels.attention import Attend
 from osprey_jax.models.transformer import (
     MLP,
-    Attend,
     Attention,
     Embedding,
     Linear,

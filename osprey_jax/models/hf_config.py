@@ -85,25 +85,33 @@ def drafter_config(path: str | Path) -> DrafterConfig:
     path = config_path(path)
     raw = read_json(path)
     transformer = transformer_config(path)
-    architecture = (raw.get("architectures") or [None])[0]
+    architectures = raw.get("architectures")
+    architecture = architectures[0] if isinstance(architectures, list) and architectures else architectures
     if architecture not in DRAFTER_ARCHITECTURES.values():
         raise UserError(
             f"{path}: architecture {architecture!r} is not a drafter's ({', '.join(DRAFTER_ARCHITECTURES.values())}); "
             "run `python -m osprey_jax.convert` on a pruned backbone first"
         )
-    missing = [key for key in ("target_hidden_size", "draft_vocab_size") if not isinstance(raw.get(key), int)]
-    if missing:
-        raise UserError(f"{path}: {' and '.join(missing)} missing; it is not a drafter's config")
-    if raw["draft_vocab_size"] > transformer.vocab_size or raw["draft_vocab_size"] < 1:
+    for key in ("target_hidden_size", "draft_vocab_size"):
+        if type(raw.get(key)) is not int or raw[key] < 1:
+            raise UserError(f"{path}: {key} is {raw.get(key)!r}; it is not a drafter's config")
+    swap = raw.get("swap_h_and_emb", False)  # absent in EAGLE-3's own checkpoints: not swapped
+    if type(swap) is not bool:
+        raise UserError(f"{path}: swap_h_and_emb is {swap!r}, neither true nor false")
+    eagle = raw.get("eagle_config")
+    taps = eagle.get("eagle_aux_hidden_state_layer_ids") if isinstance(eagle, dict) else None
+    is_list = isinstance(taps, list) and all(type(i) is int for i in taps)
+    if not (eagle is None or (isinstance(eagle, dict) and (taps is None or is_list))):
+        raise UserError(f"{path}: eagle_config {eagle!r} lists no eagle_aux_hidden_state_layer_ids")
+    if raw["draft_vocab_size"] > transformer.vocab_size:
         raise UserError(
             f"{path}: draft_vocab_size {raw['draft_vocab_size']} is not within vocab_size {transformer.vocab_size}"
         )
-    taps = (raw.get("eagle_config") or {}).get("eagle_aux_hidden_state_layer_ids")
     return DrafterConfig(
         transformer=transformer,
         target_hidden_size=raw["target_hidden_size"],
         draft_vocab_size=raw["draft_vocab_size"],
-        swap_h_and_emb=bool(raw.get("swap_h_and_emb", False)),  # absent in EAGLE-3's own checkpoints: not swapped
+        swap_h_and_emb=swap,
         tap_layers=None if taps is None else tuple(taps),
     )
 
@@ -127,9 +135,6 @@ def scratch_drafter_config(target: TransformerConfig, num_layers: int, draft_voc
 def drafter_hf_config(config: DrafterConfig, tap_layers: tuple[int, ...]) -> dict:
     """A drafter's `config.json` in the released layout, from numbers alone: one from scratch has no source to copy."""
     c = config.transformer
-    rope: dict = {"rope_type": "default", "rope_theta": c.rope_theta}
-    if c.rope_scaling is not None:
-        rope |= {"rope_type": "llama3"} | vars(c.rope_scaling)
     kind = "qwen3" if c.qk_norm else "llama"
     return {
         "architectures": [DRAFTER_ARCHITECTURES[kind]],
@@ -150,12 +155,19 @@ def drafter_hf_config(config: DrafterConfig, tap_layers: tuple[int, ...]) -> dic
         "num_hidden_layers": c.num_layers,
         "num_key_value_heads": c.num_kv_heads,
         "rms_norm_eps": c.rms_norm_eps,
-        "rope_parameters": rope,
+        "rope_parameters": rope_parameters(c),
         "swap_h_and_emb": config.swap_h_and_emb,
         "target_hidden_size": config.target_hidden_size,
         "tie_word_embeddings": False,
         "vocab_size": c.vocab_size,
     }
+
+
+def rope_parameters(config: TransformerConfig) -> dict:
+    """RoPE in transformers 5's form."""
+    if config.rope_scaling is None:
+        return {"rope_type": "default", "rope_theta": config.rope_theta}
+    return {"rope_type": "llama3", "rope_theta": config.rope_theta} | vars(config.rope_scaling)
 
 
 def check_tap_layers(taps: tuple[int, ...] | None, num_layers: int) -> tuple[int, int, int]:

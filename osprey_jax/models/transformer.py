@@ -12,7 +12,6 @@ training, over growing keys in the drafter's unroll, over a cache in decoding. T
 
 import dataclasses
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -20,8 +19,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
-"""(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, memory) -> (out_BxSxNxh, memory)."""
+from osprey_jax.kernels.attention import Attend
 
 
 @dataclasses.dataclass(frozen=True)
@@ -36,7 +34,7 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class TransformerConfig:
-    """The numbers of a Qwen3 or Llama decoder. Made from an HF config by `models/hf.py`, never by hand defaults."""
+    """The numbers of a Qwen3 or Llama decoder. Made from an HF config by `hf_config.py`, which knows the defaults."""
 
     vocab_size: int
     hidden_size: int
@@ -94,7 +92,7 @@ class Embedding(nnx.Module):
         self.weight = nnx.Param(init(rngs.params(), (vocab_size, hidden_size)), axes=("vocab", "embed"))
 
     def __call__(self, token_ids_BxS: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        return self.weight[...].astype(dtype)[token_ids_BxS]
+        return self.weight[...][token_ids_BxS].astype(dtype)  # in this order: its gradient adds up in float32
 
 
 class RMSNorm(nnx.Module):

@@ -79,10 +79,6 @@ class Checkpoints:
         with self._writing():
             self._manager.wait_until_finished()
 
-    def latest(self) -> int | None:
-        """The newest complete step on disk; a save still running does not count."""
-        return next(iter(_complete_steps(self._directory)), None)
-
     def restore(self, abstract_state: Any, check: Check | None = None) -> tuple[Any, dict, int] | None:
         """The newest intact step as (state, facts, step), or None where nothing was saved yet.
 
@@ -102,7 +98,7 @@ class Checkpoints:
         if found is None:
             return None
         arrays, facts, step = found
-        _set_aside(self._directory, [later for later in _complete_steps(self._directory) if later > step])
+        _set_aside(self._directory, [later for later in saved_steps(self._directory) if later > step])
         self._manager.reload()
         return _rebuilt(abstract_state, arrays), facts, step
 
@@ -138,7 +134,7 @@ def read_fields(directory: Path, abstract_fields: dict[str, Any], step: int | No
     """
     _silence_orbax()
     directory = Path(directory).absolute()
-    steps = _complete_steps(directory)
+    steps = saved_steps(directory)
     if not steps:
         raise UserError(f"{directory}: no complete checkpoint; train first")
     if step is not None and step not in steps:
@@ -184,8 +180,8 @@ def _is_complete(path: Path) -> bool:
     return (path / "_CHECKPOINT_METADATA").is_file() and (path / "state" / "_METADATA").is_file()
 
 
-def _complete_steps(directory: Path) -> list[int]:
-    """Newest first."""
+def saved_steps(directory: Path) -> list[int]:
+    """Complete steps on disk, newest first; one that is still being written does not count."""
     return [step for step in _step_names(directory) if _is_complete(directory / str(step))]
 
 
@@ -211,7 +207,7 @@ def _newest_intact(
     directory: Path, abstract: dict[str, Any], prefixes: tuple[str, ...], check: Check | None, only: int | None = None
 ) -> tuple[dict[str, jax.Array], dict, int] | None:
     """(arrays, facts, step) of the newest step that can be read, or of step `only`; None where there is none at all."""
-    steps = _complete_steps(directory) if only is None else [only]
+    steps = saved_steps(directory) if only is None else [only]
     first_reason = None
     for step in steps:
         try:

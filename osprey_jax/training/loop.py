@@ -26,14 +26,19 @@ from osprey_jax.data.conversations import write_rejections
 from osprey_jax.data.pipeline import batches, eval_batches
 from osprey_jax.data.tokenizer import copy_tokenizer
 from osprey_jax.files import write_json, write_text
-from osprey_jax.training.checkpoint import Checkpoints
+from osprey_jax.kernels.precision import exact_products
+from osprey_jax.training.checkpoint import Checkpoints, saved_steps
 from osprey_jax.training.mesh import BOTH, rows_over
 from osprey_jax.training.optimizer import learning_rate, make_optimizer
 from osprey_jax.training.stages import Stage
 from osprey_jax.training.state import abstract_state, make_eval_step, make_train_step, new_state
 
 # What may differ between a run and its continuation: where and how often, not what is computed.
-FREE_KEYS = ("run_dir", "log_every", "eval_every", "checkpoints", "mesh")
+FREE_KEYS = {
+    **dict.fromkeys(("run_dir", "log_every", "eval_every", "checkpoints", "mesh", "accumulation", "loss_chunk"), True),
+    "ttt": {"loss_chunk"},
+    "data": {"train", "eval"},  # the rows have a fingerprint
+}
 
 
 def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
@@ -53,20 +58,26 @@ def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
     train_step = make_train_step(stage.objective, optimizer, mesh)
     eval_step = make_eval_step(stage.objective, mesh)
     facts = {"config": _what_matters(config), "data": stage.rows.fingerprint, **stage.fingerprints}
-    _open_run_directory(config, stage)
+    _check_run_directory(config.run_dir)
+    # Nothing is written before the weights have been read and found right.
+    fresh = None if saved_steps(config.run_dir / "checkpoints") else new_state(*stage.start(), optimizer)
 
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(config.run_dir / "checkpoints", keep=config.checkpoints.keep))
         restored = checkpoints.restore(
             abstract_state(*stage.abstract, optimizer), lambda saved: _check_same_run(saved, facts, config.run_dir)
         )
-        state, _, start = restored or (new_state(*stage.start(), optimizer), facts, 0)
+        state, _, start = restored or (fresh, facts, 0)
+        del fresh
+        if restored is None:
+            _describe(config, stage)
         _print_plan(config, stage, mesh, steps, start)
         if restored and start >= steps:
             print(f"already at step {start} of {steps}: nothing to do")
             return
         log = stack.enter_context(_Log(config.run_dir, start, steps, config.log_every))
         stopped = stack.enter_context(_stop_signals())
+        stack.enter_context(exact_products(jax.numpy.dtype(config.compute_dtype)))
         source = batches(
             stage.rows,
             batch_size=config.batch_size,
@@ -85,15 +96,20 @@ def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
                 unread.read(stage, log)
             unread = _Unread(step, metrics, row_numbers, tokens, float(rate(step - 1)))
 
-            last, evaluates = step == steps, config.eval_every is not None and step % config.eval_every == 0
-            if last or stopped() or step % config.checkpoints.every == 0 or evaluates:
+            last, stopping = step == steps, stopped()
+            evaluates = last or (config.eval_every is not None and step % config.eval_every == 0)
+            if last or stopping or evaluates or step % config.checkpoints.every == 0:
                 unread.read(stage, log)  # a state is saved only once its metrics are known to be finite
                 unread = None
-            if (evaluates or last) and stage.eval_rows is not None:
-                log.evaluation(step, evaluate(stage, eval_step, state, mesh, config.batch_size // config.accumulation))
-            if last or stopped() or step % config.checkpoints.every == 0:
+            if evaluates and stage.eval_rows is not None and not stopping:
+                rows = config.batch_size // config.accumulation
+                values = evaluate(stage, eval_step, state, mesh, rows, stopped)
+                stopping = values is None
+                if values is not None:
+                    log.evaluation(step, values)
+            if last or stopping or step % config.checkpoints.every == 0:
                 checkpoints.save(step, state, facts)
-            if stopped() and not last:
+            if stopping and not last:
                 checkpoints.wait()
                 print(f"stopped at step {step} of {steps}, saved; run the same command to go on")
                 return
@@ -103,12 +119,16 @@ def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
     print(f"done: step {steps}, saved in {config.run_dir / 'checkpoints'}")
 
 
-def evaluate(stage: Stage, eval_step: Callable, state: Any, mesh: jax.sharding.Mesh, rows: int) -> dict[str, float]:
-    """Means over all held-out rows, whatever their number."""
+def evaluate(
+    stage: Stage, eval_step: Callable, state: Any, mesh: jax.sharding.Mesh, rows: int, stopped: Callable[[], bool]
+) -> dict[str, float] | None:
+    """Means over all held-out rows, `rows` of them at a time; None once `stopped`."""
     totals = None
     process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     for batch in eval_batches(stage.eval_rows, rows, **process):
         batch.pop("row")
+        if stopped():
+            return None
         metrics = eval_step(state, stage.frozen, jax.tree.map(lambda x: x[0], _place(batch, mesh, 1)))
         totals = metrics if totals is None else jax.tree.map(jax.numpy.add, totals, metrics)
     return stage.objective.report(jax.device_get(totals))
@@ -148,31 +168,34 @@ def _place(batch: dict[str, np.ndarray], mesh: jax.sharding.Mesh, parts: int) ->
 
 
 def _what_matters(config: Run) -> dict:
-    return json.loads(config.model_dump_json(exclude=set(FREE_KEYS)))
+    return json.loads(config.model_dump_json(exclude=FREE_KEYS))
 
 
-def _open_run_directory(config: Run, stage: Stage) -> None:
-    run_dir: Path = config.run_dir
-    if run_dir.exists() and (not run_dir.is_dir() or (any(run_dir.iterdir()) and not _is_run(run_dir))):
+def _check_run_directory(run_dir: Path) -> None:
+    """`UserError` where `run_dir` holds anything that a run does not write."""
+    if run_dir.exists() and not run_dir.is_dir():
+        raise UserError(f"run_dir {run_dir} is not a directory; choose another")
+    names = {path.name for path in run_dir.iterdir()} if run_dir.exists() else set()
+    ours = {"checkpoints", "config.yaml", "metrics.jsonl", "model", "rejected.jsonl", "tensorboard"}
+    if names and ("checkpoints" not in names or not {name for name in names if not name.startswith(".")} <= ours):
         raise UserError(f"run_dir {run_dir} holds something that is not a run; choose another")
-    if jax.process_index() != 0:
-        return
-    (run_dir / "model").mkdir(parents=True, exist_ok=True)
-    if not (run_dir / "checkpoints").exists():  # else it describes what the checkpoints were made with
+
+
+def _describe(config: Run, stage: Stage) -> None:
+    """What the checkpoints to come are of: written when there is none yet, and not changed after."""
+    run_dir: Path = config.run_dir
+    if jax.process_index() == 0:
+        (run_dir / "model").mkdir(parents=True, exist_ok=True)
         write_text(run_dir / "config.yaml", yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False))
         write_json(run_dir / "model" / "config.json", stage.hf_config)
         copy_tokenizer(stage.tokenizer, run_dir / "model")
         write_rejections(run_dir / "rejected.jsonl", stage.rejected)
 
 
-def _is_run(run_dir: Path) -> bool:
-    return (run_dir / "model").is_dir()
-
-
 def _check_same_run(saved: dict, now: dict, run_dir: Path) -> None:
     """`UserError` naming the first difference that would make this another run."""
     before, after = _flat(saved), _flat(now)
-    for key in sorted(before.keys() | after.keys()):
+    for key in sorted(before.keys() | after.keys(), key=lambda key: (key != "config.stage", key)):
         if before.get(key) != after.get(key):
             raise UserError(
                 f"{run_dir}: its checkpoints were made with {key} {before.get(key)!r}, now it is {after.get(key)!r}; "
@@ -194,8 +217,7 @@ def _print_plan(config: Run, stage: Stage, mesh: jax.sharding.Mesh, steps: int, 
     lines = [
         f"{sum(sizes):,} trained parameters on {mesh.devices.size} device(s), data {mesh.shape['data']} x tensor "
         f"{mesh.shape['tensor']}, {config.compute_dtype}",
-        f"{len(stage.rows):,} rows of {stage.rows.length}: {real:,} tokens, {supervised:,} supervised, "
-        f"{len(stage.rejected)} records rejected",
+        f"{len(stage.rows):,} rows of {stage.rows.length}: {real:,} tokens, {supervised:,} supervised",
         *stage.notes,
         f"steps {start}..{steps}, {config.batch_size} rows each in {config.accumulation} part(s)",
     ]

@@ -36,7 +36,7 @@ class Stage:
     frozen: Any  # what only the objective reads, on the devices
     rows: Rows
     eval_rows: Rows | None
-    rejected: list[Rejection]
+    rejected: list[Rejection]  # records dropped or cut
     hf_config: dict  # of the trained model, for export
     tokenizer: Path  # directory of its tokenizer
     fingerprints: dict[str, str]
@@ -89,9 +89,13 @@ def distill(config: DistillConfig, mesh: jax.sharding.Mesh) -> Stage:
     tokenizer = load_tokenizer(config.target)
     check_tokenizer(tokenizer, target_config.vocab_size, str(config.target))
     data = config.data
-    rows, rejected, _ = conversation_rows(data.train, tokenizer, data.length, data.template_options)
-    eval_rows = conversation_rows(data.eval, tokenizer, data.length, data.template_options)[0] if data.eval else None
-    notes = [f"tap layers {list(taps)} of {target_config.num_layers}"]
+    rows, rejected, report = conversation_rows(data.train, tokenizer, data.length, data.template_options)
+    notes, eval_rows = [f"data.train: {report}"], None
+    if data.eval:
+        eval_rows, eval_rejected, report = conversation_rows(data.eval, tokenizer, data.length, data.template_options)
+        rejected = rejected + eval_rejected
+        notes.append(f"data.eval: {report}")
+    notes += [f"tap layers {list(taps)} of {target_config.num_layers}"]
 
     model = hf.abstract_drafter(drafter_config)
     trained, frozen_embedding = trained_variables(drafter_config), not drafter_config.swap_h_and_emb
@@ -156,7 +160,8 @@ def _drafter(config: DistillConfig, target) -> tuple[DrafterConfig, dict, tuple[
     raw = raw or hf_config.drafter_hf_config(drafter, taps)
     raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(taps), "use_aux_hidden_state": True}
     # SGLang gives a draft the target's positions: its own limit must reach them.
-    raw["max_position_embeddings"] = max(raw["max_position_embeddings"], target.max_position_embeddings)
+    limits = drafter.transformer.max_position_embeddings, target.max_position_embeddings
+    raw["max_position_embeddings"] = max(limits)
     return drafter, raw, taps
 
 

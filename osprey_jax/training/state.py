@@ -56,7 +56,10 @@ def abstract_state(params: nnx.State, constants: nnx.State, optimizer: optax.Gra
 def make_train_step(
     objective: Objective, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
 ) -> Callable[[TrainState, Any, dict], tuple[TrainState, dict]]:
-    """The compiled update: (state, frozen, batch of arrays (A, B, S)) -> (state, metrics). The state is donated."""
+    """The compiled update: (state, frozen, batch of arrays (A, B, S)) -> (state, metrics). The state is donated.
+
+    What the frozen side says of all A parts is kept until each has had its turn, since their weights depend on it.
+    """
     teach, weigh, gather = _teach(objective, mesh), _weigh(objective), _gather(mesh)
 
     @functools.partial(jax.jit, donate_argnums=0)
@@ -84,13 +87,13 @@ def make_train_step(
 
 def make_eval_step(objective: Objective, mesh: jax.sharding.Mesh) -> Callable[[TrainState, Any, dict], dict]:
     """Sums over one batch of arrays (B, S), without an update. No `loss`: it would depend on the batch's size."""
-    teach, weigh = _teach(objective, mesh), _weigh(objective)
+    teach, weigh, gather = _teach(objective, mesh), _weigh(objective), _gather(mesh)
 
     @jax.jit
     def eval_step(state: TrainState, frozen: Any, batch: dict[str, jax.Array]):
         lessons = teach(state.constants, frozen, batch)
         weights = weigh(*jax.tree.map(lambda x: x[None], (batch, lessons)))[0]
-        _, metrics = objective.loss(state.params, state.constants, frozen, batch, lessons, weights)
+        _, metrics = objective.loss(gather(state.params), state.constants, frozen, batch, lessons, weights)
         return {name: value for name, value in metrics.items() if name != "loss"}
 
     return eval_step

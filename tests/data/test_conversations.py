@@ -224,7 +224,9 @@ def test_cut(rows, make_tokenizer):
     first = int(mask.argmax())
     made, rejections, report = rows([line(PAIR)], first + 1)
     assert made.arrays["token_ids"][0].tolist() == token_ids[: first + 1].tolist()
-    assert (rejections, report.used, report.cut, report.supervised) == ([], 1, 1, 1)
+    (listed,) = rejections
+    assert listed.id == "x" and listed.reason == f"cut at {first + 1} of {len(token_ids)} tokens"
+    assert (report.used, report.cut, report.supervised, report.dropped) == (1, 1, 1, {})
     _, _, exact = rows([line(PAIR)], len(token_ids))
     assert exact.cut == 0
 

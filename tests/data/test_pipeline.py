@@ -51,11 +51,6 @@ def test_reshuffled():
     assert all(a != b for a, b in itertools.combinations(orders, 2))
 
 
-def test_unshuffled():
-    """Without shuffling, the file's order, again and again."""
-    assert order(make_rows(3), 4, batch_size=2, seed=0, shuffle=False) == [0, 1, 2, 0, 1, 2, 0, 1]
-
-
 @pytest.mark.parametrize("step", [0, 1, 2, 3, 8, 25])
 def test_resumption(step):
     """From the global position alone, in any epoch, the rest of the run is what it would have been."""

@@ -146,3 +146,13 @@ def test_gradient_reaches_every_parameter():
         batch = {"token_ids": ids, "segment_ids": jnp.ones_like(ids), "positions": ids}
         grads = jax.grad(lambda state, model=model, batch=batch: forward((model[0], state), batch)[0].std())(model[1])
         assert all(np.any(np.asarray(grad)) for grad in jax.tree.leaves(grads))
+
+
+def test_embedding_gradient_adds_up_in_float32():
+    """In bfloat16 the gradient of a token that comes often would stop growing: 256 + 1 is 256 there."""
+    embedding = hf.abstract_causal_lm(CONFIG).embed_tokens
+    embedding.weight.set_value(jnp.ones((50, 24)))
+    graph, state = nnx.split(embedding)
+    ids = jnp.zeros((1, 5000), jnp.int32)
+    grad = jax.grad(lambda state: nnx.merge(graph, state)(ids, jnp.bfloat16).astype(jnp.float32).sum())(state)
+    assert grad["weight"][...][0, 0] == 5000

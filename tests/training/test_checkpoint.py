@@ -16,7 +16,7 @@ import pytest
 from flax import nnx
 
 from osprey_jax.command import UserError
-from osprey_jax.training.checkpoint import Checkpoints, read_fields
+from osprey_jax.training.checkpoint import Checkpoints, read_fields, saved_steps
 
 FACTS = {"config": {"learning_rate": 1e-4}, "position": 12}
 
@@ -98,7 +98,7 @@ def test_state_may_be_donated_after_save(tmp_path):
 def test_empty_directory_gives_none(tmp_path):
     """The first start of a run has nothing to resume."""
     with Checkpoints(tmp_path / "checkpoints", keep=1) as checkpoints:
-        assert checkpoints.latest() is None and checkpoints.restore(abstract(make_state(0))) is None
+        assert not saved_steps(tmp_path) and checkpoints.restore(abstract(make_state(0))) is None
 
 
 def test_check_sees_facts_and_may_refuse(tmp_path):
@@ -139,11 +139,11 @@ def test_incomplete_directory_is_no_checkpoint(tmp_path, content):
         (tmp_path / "5" / name).write_text("{}")
     (tmp_path / "5").mkdir(exist_ok=True)
     with Checkpoints(tmp_path, keep=10) as checkpoints:
-        assert checkpoints.latest() == 2
+        assert saved_steps(tmp_path)[0] == 2
         checkpoints.save(4, make_state(4), {})
         checkpoints.save(5, make_state(5), {})
         checkpoints.wait()
-        assert checkpoints.latest() == 5
+        assert saved_steps(tmp_path)[0] == 5
     assert_same(restore(tmp_path)[0], make_state(5))
 
 
@@ -345,7 +345,7 @@ def test_killed_during_a_save(tmp_path, first, delay):
     child = run_child(code, tmp_path)
     assert child.returncode == -9, child.stderr
     with Checkpoints(tmp_path, keep=5) as checkpoints:
-        latest = checkpoints.latest()
+        latest = saved_steps(tmp_path)[0]
         if latest == 1:
             state, _, step = checkpoints.restore(abstract(make_state(0)))
             assert step == 1
