@@ -1,6 +1,6 @@
 # make quickstart   everything once, on text that this machine has: the whole pipeline in miniature
 # make test         the default tests
-# make test-all     every test that needs no GPU
+# make test-all     every test that needs no GPU, a real SGLang server's included
 #
 # PYTHON=... chooses the interpreter, VENV=... the virtual environment, JOBS=... the number of test processes.
 
@@ -17,11 +17,13 @@ quickstart: $(VENV)/installed
 	$(VENV)/bin/python configs/quickstart/run.py
 
 test: $(VENV)/installed-test
-	$(VENV)/bin/python -m pytest -n $(JOBS) -m "not slow and not multidevice"
+	$(VENV)/bin/python -m pytest -n $(JOBS) -m "not slow and not multidevice and not sglang"
 
 test-all: $(VENV)/installed-test
-	$(VENV)/bin/python -m pytest -n $(JOBS) -m "not multidevice"
+	$(VENV)/bin/python -m pytest -n $(JOBS) -m "not multidevice and not sglang"
 	XLA_FLAGS=--xla_force_host_platform_device_count=8 $(VENV)/bin/python -m pytest -n $(JOBS) -m multidevice
+	tests/sglang/install.sh
+	$(VENV)/bin/python -m pytest -m sglang
 
 lint: $(VENV)/installed-test
 	$(VENV)/bin/ruff check .

@@ -238,14 +238,13 @@ def report(out: str) -> None:
     print(console_table(["drafter", *sets], rows))
     print(f"\n{differing} of {asked} texts differ from what the target writes alone.")
     print(f"heat map: {out}/evaluation/accepted_length.png   every request: {out}/evaluation/requests.csv")
-    print("One seed of a miniature: another seed moves each number by some tenths.")
+    print("One seed of a miniature: differences of some tenths are noise.")
     print(f"""
-To serve the 1-layer EAGLE-3 baseline on a machine with a GPU and SGLang:
-python -m sglang.launch_server --model-path {out}/target-hf \\
-  --speculative-algorithm EAGLE3 --speculative-draft-model-path {out}/drafters/eagle3_1 \\
-  --speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6
-The others ({out}/drafters/osprey ...) have several layers or swapped inputs, which SGLang's own classes do not
-compute: they need this project's SGLang model package, which is not in this version yet.""")
+To serve the result, where SGLang is installed (sglang_patches/README.md):
+PYTHONPATH=sglang_patches SGLANG_EXTERNAL_MODEL_PACKAGE=osprey_sgl_models \\
+  python -m sglang.launch_server --model-path {out}/target-hf --dtype float32 \\
+  --speculative-algorithm EAGLE3 --speculative-draft-model-path {out}/drafters/osprey \\
+  --speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6""")
 
 
 def main() -> None:
