@@ -1,6 +1,7 @@
 """Reading a run: what was trained, from its newest intact checkpoint or a named one."""
 
 import argparse
+import sys
 from pathlib import Path
 
 import jax
@@ -20,6 +21,8 @@ EXPORTS = {"pretrain": "export.to_hf", "distill": "export.to_sglang"}
 def load_trained(run_dir: Path, step: int | None, stage: str) -> tuple[nnx.Module, dict, int]:
     """(the `CausalLM` or `Drafter` that a run trained, its `config.json`, the step), float32 on the default device.
 
+    Warns where the run had not come to its end: a stopped run looks like a finished one.
+
     Raises:
       UserError: not a run directory, a run of another stage than `stage`, or no intact checkpoint (of that step).
     """
@@ -37,7 +40,9 @@ def load_trained(run_dir: Path, step: int | None, stage: str) -> tuple[nnx.Modul
         trained = trained_variables(drafter_config)
     params, constants = nnx.split_state(nnx.state(model), trained, ...)
     fields = {"params": params, "constants": constants}
-    values, _, step = read_fields(run_dir / "checkpoints", jax.tree.map(_on_default_device, fields), step)
+    values, facts, step = read_fields(run_dir / "checkpoints", jax.tree.map(_on_default_device, fields), step)
+    if step < facts["steps"]:
+        print(f"warning: {run_dir}: this is step {step} of {facts['steps']}", file=sys.stderr)
     nnx.update(model, values["params"], values["constants"])
     return model, read_json(run_dir / "model" / "config.json"), step
 

@@ -12,7 +12,10 @@ class UserError(Exception):
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """A parser whose complaints are one line like any other."""
+    """A parser whose complaints are one line like any other, and which takes no abbreviation for an option."""
+
+    def __init__(self, **options):
+        super().__init__(allow_abbrev=False, **options)
 
     def error(self, message: str) -> NoReturn:
         raise UserError(f"{message}; see --help")

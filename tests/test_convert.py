@@ -205,7 +205,7 @@ def test_impossible_seed(target, backbone, tmp_path):
 def test_unusable_targets(target, backbone, tmp_path):
     """A target needs a config with its sizes and a tokenizer that loads: the message says where it looked."""
     cases = {
-        "tokenizer.json": "target: no usable tokenizer",
+        "tokenizer.json": "target: no tokenizer files",
         "config.json": "config.json: no such file",
     }
     for name, message in cases.items():

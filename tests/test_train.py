@@ -308,7 +308,8 @@ def test_empty_data(distill, pretrain, tmp_path):
 
 
 def test_devices_do_not_divide(distill, tmp_path):
-    assert_refused(distill("mesh.tensor=3"), tmp_path, "is not the", "device(s)")
+    assert_refused(distill("mesh.tensor=3"), tmp_path, "mesh.tensor 3 does not divide the", "device(s)")
+    assert_refused(distill("mesh.data=3"), tmp_path, "data 3 x tensor 1 is not the", "device(s)")
 
 
 @pytest.mark.multidevice

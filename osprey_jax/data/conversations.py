@@ -76,7 +76,8 @@ class Report:
 def read_records(patterns: list[str]) -> Iterator[Record | Rejection]:
     """The conversations in JSONL files (`.gz` too) or globs, in order; a line that holds none is a `Rejection`.
 
-    A record is `{"id" or "uuid", "conversations": [{"role", "content", ...}], ...}`, or ShareGPT's `from` and `value`.
+    A record is `{"id" or "uuid", "conversations" or "messages": [{"role", "content", ...}], ...}`, or has ShareGPT's
+    `from` and `value`.
     Reasons: malformed JSON; not a conversation; unknown role; assistant first.
 
     Raises:
@@ -112,7 +113,7 @@ class _Unusable(Exception):
 
 
 def _messages(record: Any) -> list[dict]:
-    turns = record.get("conversations") if isinstance(record, dict) else None
+    turns = record.get("conversations", record.get("messages")) if isinstance(record, dict) else None
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise _Unusable("not a conversation")
     messages = [_message(turn) for turn in turns]

@@ -24,6 +24,9 @@ TOKENIZER_FILES = (
 def load_tokenizer(directory: str | Path) -> transformers.PreTrainedTokenizerBase:
     """The tokenizer in a local directory."""
     directory = require_directory(directory, "a tokenizer")
+    if not any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
+        # transformers would make an empty one of the model's config.
+        raise UserError(f"{directory}: no tokenizer files; put tokenizer.json and tokenizer_config.json there too")
     try:
         return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # transformers and tokenizers raise many kinds for one cause

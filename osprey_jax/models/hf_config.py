@@ -199,4 +199,6 @@ def check_fits_target(drafter: DrafterConfig, target: TransformerConfig, where: 
 def config_path(path: str | Path) -> Path:
     """The `config.json` of a checkpoint directory, or the JSON file itself."""
     path = Path(path)
-    return path if path.suffix == ".json" else require_directory(path, "a Hugging Face checkpoint") / "config.json"
+    if path.suffix == ".json":
+        return path
+    return require_directory(path, "a Hugging Face checkpoint on disk; download a hub's model first") / "config.json"

@@ -57,7 +57,7 @@ def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
     rate = learning_rate(config.optimizer, steps)
     train_step = make_train_step(stage.objective, optimizer, mesh)
     eval_step = make_eval_step(stage.objective, mesh)
-    facts = {"config": _what_matters(config), "data": stage.rows.fingerprint, **stage.fingerprints}
+    facts = {"config": _what_matters(config), "steps": steps, "data": stage.rows.fingerprint, **stage.fingerprints}
     _check_run_directory(config.run_dir)
     # Nothing is written before the weights have been read and found right.
     fresh = None if saved_steps(config.run_dir / "checkpoints") else new_state(*stage.start(), optimizer)
@@ -196,11 +196,24 @@ def _check_same_run(saved: dict, now: dict, run_dir: Path) -> None:
     """`UserError` naming the first difference that would make this another run."""
     before, after = _flat(saved), _flat(now)
     for key in sorted(before.keys() | after.keys(), key=lambda key: (key != "config.stage", key)):
+        if before.get(key) != after.get(key) and key in _FINGERPRINTS:
+            raise UserError(
+                f"{run_dir}: {_FINGERPRINTS[key]} changed since its checkpoints were made; bring them back or choose "
+                "another run_dir"
+            )
         if before.get(key) != after.get(key):
             raise UserError(
                 f"{run_dir}: its checkpoints were made with {key} {before.get(key)!r}, now it is {after.get(key)!r}; "
                 "go on with the old value or choose another run_dir"
             )
+
+
+_FINGERPRINTS = {
+    "data": "the rows of data.train",
+    "start": "the files that training started from",
+    "target": "the target's files",
+    "tokenizer": "the tokenizer's files",
+}
 
 
 def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:

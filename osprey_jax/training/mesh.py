@@ -32,6 +32,8 @@ def make_mesh(config: Mesh, rows: int) -> jax.sharding.Mesh:
       UserError: the axes do not multiply to the number of devices, or the devices do not divide the rows.
     """
     devices = jax.device_count()
+    if config.data is None and devices % config.tensor:
+        raise UserError(f"mesh.tensor {config.tensor} does not divide the {devices} device(s) of this machine")
     data = devices // config.tensor if config.data is None else config.data
     if data * config.tensor != devices:
         raise UserError(f"mesh: data {data} x tensor {config.tensor} is not the {devices} device(s) of this machine")

@@ -61,6 +61,12 @@ def test_names(read):
     assert [place.rpartition(":")[2] for place in where] == ["1", "2", "3", "4"]
 
 
+def test_messages(read):
+    """The name of the turns that most chat data has today."""
+    (record,) = read(json.dumps({"id": "x", "messages": PAIR}).encode())
+    assert record.messages == PAIR
+
+
 def test_sharegpt(read):
     """`from` and `value` with their names for the roles."""
     turns = [{"from": "system", "value": "s"}, {"from": "human", "value": "hi"}, {"from": "gpt", "value": "yes"}]
@@ -143,7 +149,7 @@ def test_no_match(tmp_path):
         list(read_records([str(tmp_path / "a.jsonl"), str(tmp_path / "b*.jsonl")]))
 
 
-@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(line(PAIR) * 1000)[:40]])
+@pytest.mark.parametrize("content", [b"no gzip", gzip.compress(line(PAIR) * 1000)[:40]], ids=["no gzip", "cut short"])
 def test_broken_gzip(tmp_path, content):
     """A file that is not gzip, or ends early, is named."""
     (tmp_path / "a.jsonl.gz").write_bytes(content)
