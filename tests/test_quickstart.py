@@ -15,10 +15,10 @@ import yaml
 
 from osprey_jax.command import UserError
 from osprey_jax.config import EvaluateConfig, RegenerateConfig, TrainConfig, load_config
-from osprey_jax.data.conversations import assistant_spans
 from osprey_jax.data.text import text_rows
 from osprey_jax.data.tokenizer import check_tokenizer, load_tokenizer
 from osprey_jax.models.hf_config import check_tap_layers, transformer_config
+from tests.data.rendering import assistant_spans
 
 ROOT = Path(__file__).resolve().parent.parent
 CONFIGS = ROOT / "configs"

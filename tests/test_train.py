@@ -171,7 +171,7 @@ def test_another_config_is_not_a_continuation(distill):
 def test_non_finite_loss_stops_before_it_is_saved(distill, tmp_path):
     """The step and its records are named, and the last good state stays the newest."""
     status, _, err = distill("optimizer.learning_rate=1e30", "optimizer.warmup_fraction=0", "checkpoints.every=1")
-    assert status == 2 and "not finite" not in err and "nothing of it is saved" in err and "r1" in err
+    assert status == 2 and "nothing of it is saved" in err and "r1" in err
     saved = [int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdigit()]
     failed = int(err.split("step ")[1].split(":")[0])
     assert max(saved, default=0) < failed

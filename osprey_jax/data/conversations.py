@@ -147,30 +147,6 @@ def _message(turn: dict) -> dict:
 # ---- tokens
 
 
-def assistant_spans(
-    tokenizer: transformers.PreTrainedTokenizerBase,
-    messages: list[dict],
-    template_options: dict[str, Any] | None = None,
-) -> tuple[str, list[tuple[int, int]]]:
-    """`ChatTemplate.assistant_spans` for one conversation: the rendering and its assistant spans in characters."""
-    return ChatTemplate(tokenizer, template_options).assistant_spans(messages)
-
-
-def tokenize(
-    tokenizer: transformers.PreTrainedTokenizerBase,
-    messages: list[dict],
-    length: int,
-    template_options: dict[str, Any] | None = None,
-) -> tuple[np.ndarray, np.ndarray]:
-    """`token_ids` and `loss_mask` (1 inside an assistant span), int32 (at most `length`,), of one conversation.
-
-    The whole rendering is tokenized once and then cut on the right. A token across a span's edge is not inside.
-    """
-    text, spans = assistant_spans(tokenizer, messages, template_options)
-    encoding = _encoder(tokenizer).encode(text, add_special_tokens=False)
-    return _masked(encoding, spans, length)
-
-
 def conversation_rows(
     patterns: list[str],
     tokenizer: transformers.PreTrainedTokenizerBase,

@@ -15,10 +15,10 @@ from osprey_jax.data.conversations import (
     conversation_rows,
     prompt_messages,
     read_records,
-    tokenize,
     write_rejections,
 )
 from osprey_jax.data.tokenizer import load_tokenizer
+from tests.data.rendering import tokenize
 
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""

@@ -3,9 +3,9 @@
 import pytest
 
 from osprey_jax.command import UserError
-from osprey_jax.data.conversations import assistant_spans, tokenize
 from osprey_jax.data.spans import ChatTemplate, RecordRefused
 from osprey_jax.data.tokenizer import load_tokenizer
+from tests.data.rendering import assistant_spans, tokenize
 from tests.real_tokenizers import real_tokenizer
 
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}
