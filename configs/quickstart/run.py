@@ -7,7 +7,6 @@ target; drafter, control and baselines learn on one domain and are measured on t
 with a config of this folder, as in a real run. What is complete is not made again: after an interrupt, run it again.
 """
 
-import argparse
 import dataclasses
 import hashlib
 import json
@@ -21,7 +20,7 @@ from pathlib import Path
 
 import yaml
 
-from osprey_jax.command import UserError, run
+from osprey_jax.command import ArgumentParser, UserError, run
 from osprey_jax.files import read_json, write_json
 from osprey_jax.reports.tables import console_table
 
@@ -248,7 +247,7 @@ PYTHONPATH=sglang_patches SGLANG_EXTERNAL_MODEL_PACKAGE=osprey_sgl_models \\
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--out", type=Path, metavar="DIR", help=f"output directory (default: {DEFAULT_OUT})")
     arguments = parser.parse_args()
     out = DEFAULT_OUT if arguments.out is None else str(arguments.out.resolve())
