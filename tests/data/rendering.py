@@ -1,6 +1,8 @@
-"""One conversation at a time, for tests: what `conversation_rows` does in batches."""
+"""One conversation at a time, for tests: what `ConversationEncoder` does in batches."""
 
-from osprey_jax.data.conversations import _encoder, _masked
+import numpy as np
+
+from osprey_jax.data.encoding import exact_tokenizer, span_mask
 from osprey_jax.data.spans import ChatTemplate
 
 
@@ -12,4 +14,5 @@ def assistant_spans(tokenizer, messages, template_options=None):
 def tokenize(tokenizer, messages, length, template_options=None):
     """(token_ids, loss_mask), at most `length` of them."""
     text, spans = assistant_spans(tokenizer, messages, template_options)
-    return _masked(_encoder(tokenizer).encode(text, add_special_tokens=False), spans, length)
+    encoding = exact_tokenizer(tokenizer).encode(text, add_special_tokens=False)
+    return np.array(encoding.ids[:length], np.int32), span_mask(encoding, spans, length).astype(np.int32)

@@ -1,0 +1,137 @@
+"""Conversations to tokens: rendered as serving renders them, tokenized once, with a mask of what the model writes."""
+
+import bisect
+import dataclasses
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+import numpy as np
+import tokenizers
+import transformers
+
+from osprey_jax.command import UserError
+from osprey_jax.data.conversations import Record, Rejection
+from osprey_jax.data.spans import ChatTemplate, RecordRefused
+
+_BATCH_CHARACTERS = 1 << 20  # tokenized at one time: an encoding takes some hundred bytes a token
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokens:
+    """A conversation's first tokens: token_ids int32 (n,), loss_mask bool (n,), True inside assistant spans.
+
+    `where` and `id` are its record's, `whole` is its number of tokens before the cut (n or more).
+    """
+
+    where: str
+    id: str
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    whole: int
+
+
+class ConversationEncoder:
+    """Records to at most `length` tokens each, by a tokenizer's own chat template with its options.
+
+    The whole rendering is tokenized, as serving does it. So a special token's name in a user's text becomes that token,
+    here as there; it starts or ends no turn, because spans are characters of the rendering, not searched for in tokens.
+    """
+
+    def __init__(
+        self,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        length: int,
+        template_options: dict[str, Any] | None = None,
+        only_last_turn: bool = False,
+    ):
+        """`only_last_turn` supervises the last assistant turn alone. Raises `UserError`: see `ChatTemplate`."""
+        self._template = ChatTemplate(tokenizer, template_options)
+        self._tokenizer = exact_tokenizer(tokenizer)
+        self._length = length
+        self._only_last_turn = only_last_turn
+
+    def encode(self, records: Sequence[Record]) -> list[Tokens | Rejection]:
+        """One for each record, in order: its tokens, or why it is not used.
+
+        Reasons: no assistant turn; refused by the chat template; nothing supervised within the length.
+
+        Raises:
+          UserError: a turn cannot be located reliably in a rendering, which the message shows.
+        """
+        return [result for batch in _batches(map(self._locate, records)) for result in self._encode_batch(batch)]
+
+    def _locate(self, record: Record) -> "_Located | Rejection":
+        if not any(message["role"] == "assistant" for message in record.messages):
+            return Rejection(record.where, record.id, "no assistant turn")
+        try:
+            text, spans = self._template.assistant_spans(record.messages, record.unfinished)
+        except RecordRefused as error:
+            return Rejection(record.where, record.id, f"refused by the chat template: {error}")
+        except UserError as error:
+            raise UserError(f"{record.where}: {error}") from error
+        return _Located(record.where, record.id, text, spans[-1:] if self._only_last_turn else spans)
+
+    def _encode_batch(self, batch: "list[_Located | Rejection]") -> Iterator[Tokens | Rejection]:
+        texts = [item.text for item in batch if isinstance(item, _Located)]
+        encodings = iter(self._tokenizer.encode_batch(texts, add_special_tokens=False))
+        for item in batch:
+            if isinstance(item, Rejection):
+                yield item
+                continue
+            encoding = next(encodings)
+            mask = span_mask(encoding, item.spans, self._length)
+            if mask.any():
+                ids = np.array(encoding.ids[: self._length], np.int32)
+                yield Tokens(item.where, item.id, ids, mask, len(encoding))
+            else:
+                yield Rejection(item.where, item.id, "nothing supervised within the length")
+
+
+def exact_tokenizer(tokenizer: transformers.PreTrainedTokenizerBase) -> tokenizers.Tokenizer:
+    """The tokenizer with exact offsets: a byte-level post-processor may trim the spaces off a token's offsets."""
+    if not tokenizer.is_fast:
+        raise UserError(f"{tokenizer.name_or_path}: the tokenizer gives no offsets; it needs a tokenizer.json")
+    exact = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    exact.post_processor = None
+    exact.no_truncation()
+    exact.no_padding()
+    return exact
+
+
+def span_mask(encoding: tokenizers.Encoding, spans: list[tuple[int, int]], length: int) -> np.ndarray:
+    """bool (at most `length`,): the tokens that lie wholly inside one of the spans, which are characters.
+
+    A token without characters (a prefix that the tokenizer inserts) at a span's edge belongs to what lies outside.
+    """
+    mask = np.zeros(min(len(encoding), length), bool)
+    tokens = range(len(mask))
+    # A token's offsets never decrease, so its edges are searched for: a list of all offsets is slow to make.
+    for start, end in spans:
+        first = bisect.bisect_left(tokens, start, key=lambda token: encoding.token_to_chars(token)[0])
+        last = bisect.bisect_right(tokens, end, lo=first, key=lambda token: encoding.token_to_chars(token)[1])
+        while first < last and encoding.token_to_chars(first) == (start, start):
+            first += 1
+        while first < last and encoding.token_to_chars(last - 1) == (end, end):
+            last -= 1
+        mask[first:last] = True
+    return mask
+
+
+@dataclasses.dataclass(frozen=True)
+class _Located:
+    where: str
+    id: str
+    text: str
+    spans: list[tuple[int, int]]
+
+
+def _batches(items: Iterator[_Located | Rejection]) -> Iterator[list[_Located | Rejection]]:
+    batch: list[_Located | Rejection] = []
+    characters = 0
+    for item in items:
+        batch.append(item)
+        characters += len(item.text) if isinstance(item, _Located) else 0
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    yield batch
