@@ -1,87 +1,56 @@
-"""Plain text for pretraining: documents, each followed by EOS, packed to full rows."""
+"""Plain text for pretraining: the documents in a block of a data file."""
 
-import itertools
+import dataclasses
 from collections.abc import Iterator
 
-import numpy as np
-import tqdm
-import transformers
-
-from osprey_jax.command import UserError
-from osprey_jax.data.records import find_files, read_json_lines
-from osprey_jax.data.rows import Rows
-
-_BATCH = 256  # documents tokenized at one time, on all cores
+from osprey_jax.data.records import Block, Rejection, kind_of, parse_line, record_name
 
 
-def read_documents(patterns: list[str]) -> Iterator[tuple[str, str]]:
-    """`(where, text)` of each document that is not empty, from files or globs.
+@dataclasses.dataclass(frozen=True)
+class Document:
+    """A text. `where`: "file:line" (or row), or the file of a .txt.
 
-    `.txt` is one document (where: the file); `.jsonl` and `.jsonl.gz` hold one a line, in `text` (where: "file:line").
-
-    Raises:
-      UserError: a pattern matches nothing, a file is of another kind or not UTF-8, a line has no `text`.
+    `ends` is False where the text goes on in the next block's first document, so that no EOS may follow.
     """
-    for path in find_files(patterns):
-        if path.name.endswith(".txt"):
-            try:
-                documents = [(str(path), path.read_text(encoding="utf-8-sig"))]
-            except (OSError, ValueError) as error:
-                raise UserError(f"{path}: cannot be read as UTF-8 text ({error})") from error
-        elif path.name.endswith((".jsonl", ".jsonl.gz")):
-            documents = ((where, _text(where, value)) for where, value in read_json_lines(path))
+
+    where: str
+    text: str
+    ends: bool = True
+
+
+def block_documents(block: Block) -> Iterator[Document | Rejection]:
+    """The documents in a block, in order; an empty one is none.
+
+    Of JSONL the `text` of each line, of Parquet the column `text`, a .txt file (or a piece of one) whole, its line ends
+    as \\n. Reasons for none: malformed JSON; no text; not UTF-8.
+    """
+    kind = kind_of(block.path)
+    for number, item in enumerate(block.items, start=block.first):
+        where = f"{block.path}:{number}"
+        if kind == "jsonl":
+            found = _text_of_line(where, item) if item.strip() else ""
         else:
-            raise UserError(f"{path}: text is read from .txt, .jsonl and .jsonl.gz files")
-        yield from ((where, text) for where, text in documents if text)
+            if kind == "txt":
+                where = block.path if number == 1 else f"{block.path}, part {number}"
+                item = item.replace(b"\r\n", b"\n").replace(b"\r", b"\n")
+            found = _decode(where, item)
+        if isinstance(found, Rejection):
+            yield found
+        elif found:
+            yield Document(where, found, block.ends)
 
 
-def text_rows(patterns: list[str], tokenizer: transformers.PreTrainedTokenizerBase, length: int) -> Rows:
-    """All documents as rows of `length` tokens, every one full but the last, every token taught.
-
-    A document is its tokens and one EOS. Within a row it is a segment with positions from 0; one that does not fit
-    goes on in the next row as that row's first segment. A row's id names its first document and, if another, its last.
-
-    Raises:
-      UserError: as `read_documents`; no document; a tokenizer without EOS.
-    """
-    eos = tokenizer.eos_token_id
-    if eos is None:
-        raise UserError(f"{tokenizer.name_or_path}: the tokenizer has no eos_token, which has to end every document")
-    names: list[str] = []
-    tokens: list[np.ndarray] = []
-    documents = iter(tqdm.tqdm(read_documents(patterns), desc="tokenize", unit=" documents", disable=None))
-    while batch := list(itertools.islice(documents, _BATCH)):
-        names.extend(where for where, _ in batch)
-        encoded = tokenizer([text for _, text in batch], add_special_tokens=False, verbose=False)["input_ids"]
-        tokens.extend(np.array([*ids, eos], np.int32) for ids in encoded)
-    if not tokens:
-        raise UserError(f"{', '.join(patterns)}: no text in these files")
-    return _pack(names, tokens, length)
-
-
-def _pack(names: list[str], tokens: list[np.ndarray], length: int) -> Rows:
-    """Documents one after another, cut to rows."""
-    stream = np.concatenate(tokens)
-    document = np.repeat(np.arange(len(tokens)), [len(ids) for ids in tokens])
-    count = -(-len(stream) // length)
-    padding = (0, count * length - len(stream))
-    token_ids = np.pad(stream, padding).reshape(count, length)
-    real = np.pad(np.ones(len(stream), np.int32), padding).reshape(count, length)
-    document = np.pad(document, padding, mode="edge").reshape(count, length)
-
-    column = np.arange(length)
-    begins = np.diff(document, axis=1, prepend=-1) != 0  # the first token of a segment
-    segments = np.cumsum(begins, axis=1)
-    positions = column[None] - np.maximum.accumulate(np.where(begins, column, 0), axis=1)
-    first, last = document[:, 0], document[:, -1]
-    ids = [names[a] if a == b else f"{names[a]} .. {names[b]}" for a, b in zip(first, last, strict=True)]
-    arrays = {"token_ids": token_ids, "loss_mask": real, "segment_ids": segments * real, "positions": positions * real}
-    return Rows({name: array.astype(np.int32) for name, array in arrays.items()}, ids)
-
-
-def _text(where: str, value: object) -> str:
+def _text_of_line(where: str, line: bytes) -> str | Rejection:
+    value = parse_line(line)
     if isinstance(value, ValueError):
-        raise UserError(f"{where}: not valid JSON ({value})")
+        return Rejection(where, where, "malformed JSON")
     if not isinstance(value, dict) or not isinstance(value.get("text"), str):
-        raise UserError(f'{where}: expected an object with "text"')
+        return Rejection(where, record_name(where, value), "no text")
     return value["text"]
+
+
+def _decode(where: str, item: bytes) -> str | Rejection:
+    try:
+        return item.decode("utf-8")
+    except UnicodeDecodeError:
+        return Rejection(where, where, "not UTF-8")
