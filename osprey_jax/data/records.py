@@ -30,12 +30,13 @@ _BUFFER = 2**20
 _PARQUET_ROWS = 256  # taken out of a Parquet file at one time: memory for books, speed for web pages
 _CUT_WINDOW = 2**16  # bytes at the end of a piece of a .txt file where a place to cut it is looked for
 
-# Where the pre-tokenizers of byte-level BPE split whatever follows: at the end of the match. Behind a single newline
-# (GPT-2 splits a longer run in two, others do not) before a letter or digit; or before white space, but not between
-# punctuation and the newline that Llama's joins to it.
+# Where a long text is cut: at the end of the last match of the first pattern that matches. Pre-tokenizers of byte-level
+# BPE split at the first two, whatever follows: behind a single newline (GPT-2 splits a longer run in two, others do
+# not) before a letter or digit; before white space, but not between punctuation and the newline that Llama joins to it.
 _CUTS = (
     re.compile(r"(?s:.*)\S\r?\n(?=[^\W_])"),
     re.compile(r"(?s:.*)(?:[^\W_](?=\s)|\S(?=[^\S\r\n]))"),
+    re.compile(r"(?s:.*)\n"),
 )
 
 
@@ -128,7 +129,7 @@ def _file_digest(path: Path) -> bytes:
 def read_blocks(paths: Iterable[Path], block_bytes: int) -> Iterator[Block]:
     """The content of files in order, in blocks of one file each.
 
-    JSONL and Parquet: items until they are `block_bytes` together, the one that reaches it included. A .txt file:
+    JSONL and Parquet: items until they are `block_bytes` together, the one that exceeds it included. A .txt file:
     pieces of at most `block_bytes`, cut where a tokenizer would split it anyway. An empty file has no block.
 
     Raises:
@@ -170,15 +171,15 @@ def _line_blocks(path: Path, block_bytes: int) -> Iterator[Block]:
 
 def _parquet_blocks(path: Path, block_bytes: int) -> Iterator[Block]:
     first, items, size = 1, [], 0
-    # With a buffer, pages are read as they are needed: a row group may be the whole file.
-    with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER) as file:
+    # Pages are read as they are needed, for a row group may be the whole file.
+    with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as file:
         _check_text_column(path, file.schema_arrow)
         for batch in file.iter_batches(_PARQUET_ROWS, columns=["text"]):
             column = batch.column(0).cast(pyarrow.large_string()).cast(pyarrow.large_binary())
-            for text in column.fill_null(b"").to_pylist():
+            for text in column.fill_null(b"").to_pylist():  # nothing is an empty text
                 items.append(text)
                 size += len(text)
-                if size >= block_bytes:
+                if size > block_bytes:
                     yield Block(str(path), first, items)
                     first, items, size = first + len(items), [], 0
     if items:
@@ -189,9 +190,8 @@ def _check_text_column(path: Path, schema: pyarrow.Schema) -> None:
     found = [field.type for field in schema if field.name == "text"]
     texts = [kind.value_type if pyarrow.types.is_dictionary(kind) else kind for kind in found]
     if not texts:
-        raise UserError(
-            f'{path}: there is no column "text", only {", ".join(schema.names)} (conversations: use .jsonl)'
-        )
+        columns = ", ".join(schema.names)
+        raise UserError(f'{path}: no column "text", only {columns} (conversations are read from .jsonl files)')
     if not (pyarrow.types.is_string(texts[0]) or pyarrow.types.is_large_string(texts[0])):
         raise UserError(f'{path}: the column "text" holds {found[0]}, not strings')
 

@@ -1,122 +1,106 @@
-"""Documents to full rows."""
+"""Documents in data files, and a reason for each line that holds none."""
 
 import gzip
 import json
 
-import numpy as np
+import pyarrow
+import pyarrow.parquet
 import pytest
 
-from osprey_jax.command import UserError
-from osprey_jax.data.text import text_rows
+from osprey_jax.data.records import Rejection, read_blocks
+from osprey_jax.data.text import Document, block_documents
 
 
 @pytest.fixture
-def texts(tmp_path):
-    """`texts(documents)`: the pattern of a JSONL file that holds them."""
+def read(tmp_path):
+    """`read(name, bytes, block_bytes)`: what a file of that content holds, its path left out of the places."""
 
-    def texts(documents):
-        path = tmp_path / "t.jsonl"
-        path.write_text("".join(json.dumps({"text": text}) + "\n" for text in documents), encoding="utf-8")
-        return [str(path)]
+    def read(name: str, content: bytes, size: int = 1000) -> list[Document | Rejection]:
+        path = tmp_path / name
+        path.write_bytes(gzip.compress(content) if name.endswith(".gz") else content)
+        return list(documents(path, size))
 
-    return texts
-
-
-def unpack(rows):
-    """The tokens of each segment, in order, and its positions."""
-    segments = []
-    for index in range(len(rows)):
-        row = rows[index]
-        for segment in range(1, row["segment_ids"].max() + 1):
-            inside = row["segment_ids"] == segment
-            segments.append((row["token_ids"][inside].tolist(), row["positions"][inside].tolist()))
-    return segments
+    return read
 
 
-def test_packing_by_hand(texts, make_tokenizer):
-    """Documents of 3, 7 and 1 tokens with their EOS in rows of 6."""
-    tokenizer = make_tokenizer()
-    a, b, c, d, e, f, g, k, x, y, z = tokenizer("abcdefgkxyz", add_special_tokens=False)["input_ids"]
-    eos = tokenizer.eos_token_id
-    rows = text_rows(texts(["abc", "defgkxy", "z"]), tokenizer, 6)
-    assert rows.arrays["token_ids"].tolist() == [
-        [a, b, c, eos, d, e],
-        [f, g, k, x, y, eos],
-        [z, eos, 0, 0, 0, 0],
-    ]
-    assert rows.arrays["segment_ids"].tolist() == [[1, 1, 1, 1, 2, 2], [1] * 6, [1, 1, 0, 0, 0, 0]]
-    assert rows.arrays["positions"].tolist() == [[0, 1, 2, 3, 0, 1], [0, 1, 2, 3, 4, 5], [0, 1, 0, 0, 0, 0]]
-    assert rows.arrays["loss_mask"].tolist() == [[1] * 6, [1] * 6, [1, 1, 0, 0, 0, 0]]
-    where = [f"{texts(['abc', 'defgkxy', 'z'])[0]}:{number}" for number in (1, 2, 3)]
-    assert rows.ids == [f"{where[0]} .. {where[1]}", where[1], where[2]]
+def documents(path, size):
+    for block in read_blocks([path], size):
+        for found in block_documents(block):
+            where = found.where.replace(str(path), "")
+            if isinstance(found, Document):
+                yield Document(where, found.text, found.ends)
+            else:
+                yield Rejection(where, found.id.replace(str(path), ""), found.reason)
 
 
-def test_nothing_lost(texts, make_tokenizer):
-    """The rows hold all documents in order, whatever their number and lengths; every row but the last is full."""
-    tokenizer, generator = make_tokenizer(), np.random.default_rng(0)
-    documents = ["yes hello é🙂" * int(n) + str(i) for i, n in enumerate(generator.integers(0, 9, 600))]
-    rows = text_rows(texts(documents), tokenizer, 64)
-    eos = tokenizer.eos_token_id
-    expected = [t for d in documents for t in [*tokenizer(d, add_special_tokens=False)["input_ids"], eos]]
-    real = rows.arrays["segment_ids"] > 0
-    assert rows.arrays["token_ids"][real].tolist() == expected
-    assert real[:-1].all()
-    assert (rows.arrays["loss_mask"] == real).all()
-    for tokens, positions in unpack(rows):
-        assert positions == list(range(len(tokens)))
-        assert eos not in tokens[:-1]
-    assert all(array.dtype == np.int32 and array.shape[1] == 64 for array in rows.arrays.values())
-
-
-def test_exactly_full(texts, make_tokenizer):
-    """A last row that is full gets no empty one after it."""
-    assert text_rows(texts(["abc", "def"]), make_tokenizer(), 4).arrays["segment_ids"].tolist() == [[1] * 4] * 2
-
-
-def test_kinds_of_files(tmp_path, make_tokenizer):
-    """`.txt` is one document; `.jsonl.gz` one a line; an empty document is none; fields beside `text` pass."""
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfab\n")
-    (tmp_path / "b.txt").write_text("")
-    with gzip.open(tmp_path / "c.jsonl.gz", "wt") as packed:
-        packed.write('{"text": "cd", "url": "u"}\n\n{"text": ""}\n{"text": "ef"}\n')
-    tokenizer = make_tokenizer()
-    rows = text_rows([str(tmp_path / "*.txt"), str(tmp_path / "*.gz")], tokenizer, 100)
-    decoded = [tokenizer.decode(tokens) for tokens, _ in unpack(rows)]
-    assert decoded == ["ab\n</s>", "cd</s>", "ef</s>"]
-    assert rows.ids == [f"{tmp_path / 'a.txt'} .. {tmp_path / 'c.jsonl.gz'}:4"]
-
-
-@pytest.mark.parametrize("content", ["", "\n", '{"text": ""}\n'])
-def test_no_text(tmp_path, make_tokenizer, content):
-    """No document is an error."""
-    (tmp_path / "a.jsonl").write_text(content)
-    with pytest.raises(UserError, match="no text"):
-        text_rows([str(tmp_path / "a.jsonl")], make_tokenizer(), 8)
-
-
-def test_no_match(tmp_path, make_tokenizer):
-    """A pattern that matches nothing is named."""
-    with pytest.raises(UserError, match=r"\*\.txt: matches no file"):
-        text_rows([str(tmp_path / "*.txt")], make_tokenizer(), 8)
+@pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz"])
+@pytest.mark.parametrize("size", [1, 1000])
+def test_jsonl(read, name, size):
+    """A document a line, named by its place whatever the blocks; fields beside `text` pass, an empty text is none."""
+    content = b'\xef\xbb\xbf{"text": "ab\\r\\n\xc3\xa9", "url": "u"}\r\n\n{"text": ""}\n \r\n{"text": "cd"}'
+    assert read(name, content, size) == [Document(":1", "ab\r\né"), Document(":5", "cd")]
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("line", "reason"),
     [
-        ("a.jsonl", b'{"text": "a"}\n{"text": 1}\n', r"a\.jsonl:2: expected"),
-        ("a.jsonl", b'{"text": "a"}\n{"te', r"a\.jsonl:2: not valid JSON"),
-        ("a.txt", b"\xff", r"a\.txt: cannot be read as UTF-8"),
-        ("a.csv", b"a", r"a\.csv: text is read from"),
+        (b'{"text": "tr', "malformed JSON"),
+        (b'{"text": "\xff"}', "malformed JSON"),
+        (b'{"text": "\\ud83d"}', "malformed JSON"),
+        (b'{"content": "a"}', "no text"),
+        (b'{"text": 1}', "no text"),
+        (b'{"text": null}', "no text"),
+        (b'["text"]', "no text"),
+        (b'"text"', "no text"),
     ],
 )
-def test_bad_files(tmp_path, make_tokenizer, name, content, message):
-    """What cannot be read is named with its line."""
-    (tmp_path / name).write_bytes(content)
-    with pytest.raises(UserError, match=message):
-        text_rows([str(tmp_path / name)], make_tokenizer(), 8)
+def test_lines_without_text(read, line, reason):
+    """Each has a reason, and the lines around it are read all the same."""
+    found = read("a.jsonl", b'{"text": "a"}\n' + line + b'\n{"text": "b"}')
+    assert found == [Document(":1", "a"), Rejection(":2", ":2", reason), Document(":3", "b")]
 
 
-def test_no_eos(texts, make_tokenizer):
-    """Documents cannot be told apart without EOS."""
-    with pytest.raises(UserError, match="eos_token"):
-        text_rows(texts(["abc"]), make_tokenizer(eos_token=None), 8)
+def test_names_of_rejected_lines(read):
+    """A line that has an id is listed under it."""
+    lines = [b'{"id": "x"}', b'{"uuid": 7, "text": 1}', b'{"id": "", "uuid": "u"}']
+    assert [rejection.id for rejection in read("a.jsonl", b"\n".join(lines))] == ["x", "7", "u"]
+
+
+@pytest.mark.parametrize("name", ["a.txt", "a.txt.gz"])
+def test_txt(read, name):
+    """A file is one document, its line ends those of Unix."""
+    assert read(name, b"\xef\xbb\xbfone\r\n\r\ntwo\rthree\n") == [Document("", "one\n\ntwo\nthree\n")]
+    assert read(name, b"") == []
+
+
+def test_txt_larger_than_a_block(read):
+    """Its pieces are documents that go on, up to the last."""
+    text = "".join(f"line {number} of é\n" for number in range(30))
+    found = read("a.txt", text.encode(), 100)
+    assert "".join(document.text for document in found) == text
+    assert [document.ends for document in found] == [False] * (len(found) - 1) + [True]
+    assert [document.where for document in found[:3]] == ["", ", part 2", ", part 3"]
+
+
+def test_txt_that_is_no_text(read):
+    """What is not UTF-8 has a reason."""
+    assert read("a.txt", "é".encode("utf-16")) == [Rejection("", "", "not UTF-8")]
+
+
+def test_parquet(tmp_path):
+    """A document a row, numbered from 1 across row groups; an empty or missing text is none; bad bytes have a reason."""
+    texts = pyarrow.array([b"a\r\n", b"", None, b"\xff", "é".encode()], pyarrow.binary())
+    texts = pyarrow.StringArray.from_buffers(5, *texts.buffers()[1:], texts.buffers()[0])  # as a careless writer does
+    pyarrow.parquet.write_table(
+        pyarrow.table({"id": [*"abcde"], "text": texts}), tmp_path / "a.parquet", row_group_size=2
+    )
+    expected = [Document(":1", "a\r\n"), Rejection(":4", ":4", "not UTF-8"), Document(":5", "é")]
+    assert list(documents(tmp_path / "a.parquet", 1)) == expected
+    assert list(documents(tmp_path / "a.parquet", 1000)) == expected
+
+
+def test_a_document_larger_than_a_block(read):
+    """Of JSONL it stays whole, in a block with what precedes it."""
+    text = "long " * 1000
+    lines = b"".join(json.dumps({"text": t}).encode() + b"\n" for t in ("a", text, "b"))
+    assert read("a.jsonl", lines, 100) == [Document(":1", "a"), Document(":2", text), Document(":3", "b")]
