@@ -85,21 +85,6 @@ def test_padding_changes_nothing(golden, golden_batch, ttt):
 
 
 @BOTH
-def test_packing_changes_nothing(golden, golden_batch, ttt):
-    """Three sequences in one row, each a segment, give the loss and gradients of three rows."""
-    case = golden_objective(golden, "perturbed", ttt)
-    (loss, metrics), grads = loss_and_grads(*case, golden_batch)
-    lengths = golden_batch["segment_ids"].sum(axis=1)
-    join = lambda value: np.concatenate([value[row, :n] for row, n in enumerate(lengths)])[None]
-    packed = {name: join(value) for name, value in golden_batch.items()}
-    packed["segment_ids"] = np.repeat(np.arange(1, 4, dtype=np.int32), lengths)[None]
-    (packed_loss, packed_metrics), packed_grads = loss_and_grads(*case, packed)
-    assert relative(packed_loss, loss) < 1e-6
-    np.testing.assert_array_equal(packed_metrics["supervised"], metrics["supervised"])
-    assert worst_gradient_error(packed_grads, grads) < 1e-5
-
-
-@BOTH
 def test_chunks_of_the_loss_change_nothing(golden, golden_batch, ttt):
     """Any number of positions whose logits exist together gives the same loss and gradients."""
     (loss, _), grads = loss_and_grads(*golden_objective(golden, "perturbed", ttt), golden_batch)
