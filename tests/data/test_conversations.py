@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import pickle
 
 import numpy as np
 import pytest
@@ -12,11 +13,14 @@ from osprey_jax.data.conversations import (
     Rejection,
     _masked,
     asking_messages,
+    block_records,
     conversation_rows,
+    parse_record,
     prompt_messages,
     read_records,
     write_rejections,
 )
+from osprey_jax.data.records import Block, read_blocks
 from osprey_jax.data.tokenizer import load_tokenizer
 from tests.data.rendering import tokenize
 
@@ -74,6 +78,44 @@ def test_sharegpt(read):
     assert record.messages == [{"role": "system", "content": "s"}, USER, ASSISTANT]
 
 
+def test_columns_that_hold_nothing(read):
+    """A table of several makes of records has null where a record has no such field."""
+    turn = {"role": None, "from": "human", "content": None, "value": "hi", "tool_calls": None, "name": None}
+    record = {"conversations": None, "messages": [turn, ASSISTANT | {"reasoning": None}], "tools": None, "id": None}
+    assert read(json.dumps(record).encode())[0].messages == PAIR
+
+
+@pytest.mark.parametrize(
+    ("names", "role"),
+    [
+        (("system", "developer"), "system"),
+        (("user", "human", "Human"), "user"),
+        (("assistant", "gpt", "chatgpt", "bing", "bard", "model", "ai"), "assistant"),
+        (("tool", "function", "function_response", "tool_response", "observation", "ipython"), "tool"),
+    ],
+)
+def test_roles(read, names, role):
+    """The names that are in use for each of the four."""
+    for name in names:
+        (record,) = read(line([USER, {"from": name, "value": "x"}]))
+        assert record.messages == [USER, {"role": role, "content": "x"}]
+
+
+@pytest.mark.parametrize("turns", [[], [{"role": "system", "content": "s"}], [USER], [USER, USER, ASSISTANT, USER]])
+def test_turns_are_kept(read, turns):
+    """No turn at all, a system turn alone, two users in a row: records like others, nothing is joined or invented."""
+    assert read(line(turns))[0].messages == turns
+
+
+@pytest.mark.parametrize(
+    "content", ["yes é🙂 <|im_end|>\r\n" * 50_000, "🙂", "  ", ""], ids=["MB", "emoji", "blank", "empty"]
+)
+def test_content_is_not_touched(read, content):
+    """Whatever is in a turn, and however long it is."""
+    (record,) = read(line([{"role": "user", "content": content}, ASSISTANT]))
+    assert record.messages == [{"role": "user", "content": content}, ASSISTANT]
+
+
 def test_empty_system_turn(read):
     """It is none."""
     assert read(line([{"role": "system", "content": " \n"}, *PAIR]))[0].messages == PAIR
@@ -91,6 +133,106 @@ def test_message_fields(read):
     turns = [USER, {"role": "assistant", "content": None, "reasoning_content": "r", "tool_calls": calls, "weight": 1}]
     expected = {"role": "assistant", "content": "", "reasoning_content": "r", "tool_calls": calls}
     assert read(line(turns))[0].messages == [USER, expected]
+
+
+@pytest.mark.parametrize("name", ["reasoning_content", "reasoning", "thinking"])
+def test_reasoning(read, name):
+    """One name for what has three; a turn that a limit cut within its reasoning needs no content."""
+    for content in ("yes", None):
+        (record,) = read(line([USER, {"role": "assistant", "content": content, name: "r"}]))
+        assert record.messages[1] == {"role": "assistant", "content": content or "", "reasoning_content": "r"}
+
+
+CALL = {"name": "f", "arguments": {"a": [1, "é"]}}
+
+
+@pytest.mark.parametrize(
+    "turn",
+    [
+        {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": CALL}]},
+        {
+            "role": "assistant",
+            "tool_calls": [{"type": "function", "function": CALL | {"arguments": '{"a": [1, "é"]}'}}],
+        },
+        {"role": "assistant", "content": None, "tool_calls": [CALL]},
+        {"role": "assistant", "content": None, "function_call": CALL | {"arguments": '{"a":[1,"\\u00e9"]}'}},
+        {"from": "function_call", "value": json.dumps(CALL)},
+        {"from": "function_call", "value": json.dumps([CALL])},
+    ],
+)
+def test_tool_calls(read, turn):
+    """Every form becomes OpenAI's with the arguments an object, which chat templates expect."""
+    (record,) = read(line([USER, turn]))
+    expected = [{"type": "function", "function": CALL}]
+    assert record.messages[1] == {"role": "assistant", "content": "", "tool_calls": expected}
+
+
+def test_several_tool_calls(read):
+    """They stay in order, and what else a call has passes."""
+    calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in "fgh"]
+    (record,) = read(line([USER, {"role": "assistant", "content": "c", "tool_calls": calls}]))
+    made = [{"id": name, "function": {"name": name, "arguments": {}}} for name in "fgh"]
+    assert record.messages[1] == {"role": "assistant", "content": "c", "tool_calls": made}
+
+
+@pytest.mark.parametrize(
+    ("arguments", "made"), [("", {}), (" ", {}), ("{}", {}), ("[1]", "[1]"), ("{", "{"), ("text", "text"), (None, None)]
+)
+def test_arguments(read, arguments, made):
+    """No text is no arguments; a text that is no object stays as the model wrote it; arguments cannot be missing."""
+    (record,) = read(line([USER, {"role": "assistant", "tool_calls": [{"name": "f", "arguments": arguments}]}]))
+    if made is None:
+        assert record.reason == "unreadable tool call"
+    else:
+        assert record.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": made}
+
+
+def test_a_call_without_arguments(read):
+    """A name alone is a call; a name beside arguments under another name is not read as one without any."""
+    without, other = read(line([USER, {"from": "function_call", "value": '{"name": "f"}'}]) * 2)
+    assert without.messages[1]["tool_calls"][0]["function"] == {"name": "f", "arguments": {}}
+    (other,) = read(line([USER, {"from": "function_call", "value": '{"name": "f", "args": {"a": 1}}'}]))
+    assert other.reason == "unreadable tool call"
+
+
+def test_tool_results(read):
+    """They keep the call that they answer and the tool's name."""
+    turns = [
+        {"role": "tool", "content": "r", "tool_call_id": "1", "name": "f"},
+        {"from": "observation", "value": "r"},
+        {"role": "function", "name": "f", "content": "r"},
+    ]
+    (record,) = read(line([USER, *turns]))
+    assert record.messages[1:] == [
+        {"role": "tool", "content": "r", "tool_call_id": "1", "name": "f"},
+        {"role": "tool", "content": "r"},
+        {"role": "tool", "content": "r", "name": "f"},
+    ]
+
+
+@pytest.mark.parametrize("field", ["tools", "functions"])
+def test_tools(read, field):
+    """Definitions in the record, bare or wrapped, as JSON or as text, are those of the chat template; none is None."""
+    definition = {"name": "f", "parameters": {"type": "object", "properties": {}}}
+    wrapped = [{"type": "function", "function": definition}]
+    for tools in (wrapped, [definition], json.dumps(wrapped), json.dumps([definition])):
+        assert read(line(PAIR, **{field: tools}))[0].tools == wrapped
+    for tools in ([], None, "", " ", "[]"):
+        assert read(line(PAIR, **{field: tools}))[0].tools is None
+    assert read(line(PAIR))[0].tools is None
+    builtin = [{"type": "web_search"}]
+    assert read(line(PAIR, **{field: builtin}))[0].tools == builtin
+
+
+def test_unfinished_turns(read):
+    """The assistant's turns whose `finish_reasons` say that a limit cut them."""
+    for reasons, expected in (
+        (["stop", "length"], {1}),
+        (["length", "length"], {0, 1}),
+        ("length", set()),
+        (None, set()),
+    ):
+        assert read(line([*PAIR, *PAIR], finish_reasons=reasons))[0].unfinished == expected
 
 
 def test_bytes_around_the_records(read):
@@ -119,9 +261,25 @@ def test_bytes_around_the_records(read):
         (line([{"role": "user", "content": [{"type": "text"}]}]), "not a conversation"),
         (line([{"content": "a"}]), "not a conversation"),
         (line([{"role": ["user"], "content": "a"}]), "not a conversation"),
+        (line([USER, ASSISTANT | {"reasoning_content": ["r"]}]), "not a conversation"),
         (line([{"role": "narrator", "content": "a"}, *PAIR]), "unknown role"),
+        (line([*PAIR, {"role": "", "content": "a"}]), "unknown role"),
         (line([ASSISTANT, *PAIR]), "assistant first"),
         (line([{"role": "system", "content": "s"}, ASSISTANT]), "assistant first"),
+        (
+            line([{"role": "system", "content": " "}, {"from": "function_call", "value": '{"name": "f"}'}]),
+            "assistant first",
+        ),
+        (line([USER, ASSISTANT | {"tool_calls": "f"}]), "unreadable tool call"),
+        (line([USER, ASSISTANT | {"tool_calls": ["f"]}]), "unreadable tool call"),
+        (line([USER, ASSISTANT | {"tool_calls": [{"function": "f"}]}]), "unreadable tool call"),
+        (line([USER, ASSISTANT | {"tool_calls": [{"arguments": {}}]}]), "unreadable tool call"),
+        (line([USER, {"from": "function_call", "value": "f(1)"}]), "unreadable tool call"),
+        (line([USER, {"from": "function_call", "value": ["f"]}]), "unreadable tool call"),
+        (line([USER, {"from": "function_call", "value": ""}]), "unreadable tool call"),
+        (line(PAIR, tools="f"), "unreadable tools"),
+        (line(PAIR, tools=["f"]), "unreadable tools"),
+        (line(PAIR, tools={"f": 1}), "unreadable tools"),
     ],
 )
 def test_rejections(read, content, reason):
@@ -129,6 +287,50 @@ def test_rejections(read, content, reason):
     rejection, record = read(content.removesuffix(b"\n") + b"\n" + line(PAIR))
     assert isinstance(rejection, Rejection) and rejection.reason == reason
     assert record.messages == PAIR
+
+
+def test_truncated_last_line(read):
+    """What an interrupted copy left is a malformed line; all before it is read."""
+    record, rejection = read(line(PAIR) + line(PAIR)[:40])
+    assert record.messages == PAIR and rejection.reason == "malformed JSON"
+    assert rejection.id == rejection.where and rejection.where.endswith(":2")
+
+
+def test_rejected_records_have_their_names(read):
+    """The id where a record has one."""
+    (rejection,) = read(line([ASSISTANT], id="n"))
+    assert (rejection.id, rejection.reason) == ("n", "assistant first")
+
+
+def test_blocks(tmp_path):
+    """Records and their places do not depend on the blocks that a file is read in; a block can be sent to a process."""
+    path = tmp_path / "a.jsonl"
+    path.write_bytes(b"\xef\xbb\xbf" + b"".join(line(PAIR, id=number) + b"\r\n" for number in range(20)) + b"{")
+    whole = list(read_records([str(path)]))
+    assert len(whole) == 21 and whole[19].where == f"{path}:39" and isinstance(whole[20], Rejection)
+    for size in (1, 300):
+        made = [pickle.loads(pickle.dumps(block)) for block in read_blocks([path], size)]
+        assert len(made) > 5
+        assert [record for block in made for record in block_records(block)] == whole
+
+
+def test_parse_record():
+    """A value that another reader parsed."""
+    assert parse_record("x:1", {"id": "a", "messages": PAIR}) == Record("x:1", "a", PAIR)
+    assert parse_record("x:1", ValueError("bad")) == Rejection("x:1", "x:1", "malformed JSON")
+
+
+@pytest.mark.parametrize(
+    ("name", "message"), [("a.txt", r"read from \.jsonl"), ("a.parquet", r"read from \.jsonl"), ("a.json", "jq")]
+)
+def test_other_files(tmp_path, name, message):
+    """Conversations are in JSONL; another file is refused by its name, before anything is read."""
+    (tmp_path / "0.jsonl").write_bytes(line(PAIR))
+    (tmp_path / name).write_bytes(b"[]")
+    with pytest.raises(UserError, match=f"{name}: .*{message}"):
+        next(read_records([str(tmp_path / "0.jsonl"), str(tmp_path / name)]))
+    with pytest.raises(UserError, match=f"{name}: .*{message}"):
+        next(block_records(Block(str(tmp_path / name), 1, [b"a"])))
 
 
 def test_files(tmp_path):

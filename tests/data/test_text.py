@@ -88,7 +88,7 @@ def test_txt_that_is_no_text(read):
 
 
 def test_parquet(tmp_path):
-    """A document a row, numbered from 1 across row groups; an empty or missing text is none; bad bytes have a reason."""
+    """A document a row, numbered across row groups; an empty or missing text is none; bad bytes are listed."""
     texts = pyarrow.array([b"a\r\n", b"", None, b"\xff", "é".encode()], pyarrow.binary())
     texts = pyarrow.StringArray.from_buffers(5, *texts.buffers()[1:], texts.buffers()[0])  # as a careless writer does
     pyarrow.parquet.write_table(
