@@ -1,21 +1,27 @@
 """Where a chat template puts the assistant's turns: found in the rendering itself, without a table of templates.
 
-To find one turn, the conversation is rendered again with a marker as that turn's whole content. What the template
-writes before the marker (up to the header's end) and after it (from the terminator's end) is then the frame of the
-turn, and the same frame has to stand in the real rendering: what lies inside is the turn, whatever the template did to
-its content (trimmed it, dropped or added thinking, wrote tool calls). Contents are never searched for, and text that
-looks like a header or a terminator cannot mislead this.
+The conversation is rendered a second time with a marker as each assistant turn's whole content, and as the arguments
+of its tool calls. What the template writes outside the turns, from one turn's terminator to the next turn's header, has
+to stand in the real rendering in the same order: what lies between is the turns, whatever the template did to their
+content (trimmed it, dropped or added thinking, wrote tool calls). Where contents repeat an outside part, so that it
+could stand at several places, that turn is marked alone: then the parts outside are all before and all after it, and
+have to be the real rendering's beginning and end. Contents are never interpreted, and text in them that looks like a
+header or a terminator cannot mislead this.
 """
 
+import contextlib
+import dataclasses
+import datetime
 import itertools
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from typing import Any
 
 import jinja2
 import transformers
 
 from osprey_jax.command import UserError
+from osprey_jax.data.tool_calls import as_object, as_text, calls_of, with_arguments
 
 # Names of <think>, [THINK], <thinking>, ◁think▷ ...: an opening tag, a closing one, or both around nothing.
 _TAG = r"[<\[◁]{slash}[\w:]*(?:think|reason)[\w:]*[>\]▷]\s*"
@@ -25,41 +31,108 @@ _TRAILING_THINKING = re.compile(rf"(?:{_OPEN}(?:{_CLOSE})?|{_CLOSE})$", re.IGNOR
 
 _NOT_OPTIONS = ("messages", "add_generation_prompt", "tokenize")  # what `render` decides
 
+# What a turn may follow, to learn from it what the template writes around turns; `_NAME` is the called function's.
+_NAME = "ospreyfunction"
+_CALL = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": {}}}
+_CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
+_QUESTION = [{"role": "user", "content": "?"}]
+_RESULT = [*_QUESTION, _CALLING, {"role": "tool", "tool_call_id": "call00000", "name": _NAME, "content": "?"}]
+_ANSWERED = [_RESULT[-1], {"role": "assistant", "content": "!"}, *_QUESTION]
+
 
 class RecordRefused(Exception):
     """The chat template cannot render a conversation, for the reason that it states."""
 
 
+@dataclasses.dataclass
+class _Surroundings:
+    """What a template writes around a turn that follows a user's (or a tool's) message.
+
+    `text_gaps` are what may stand between header and content, `call_gaps` between header and a call's arguments, and
+    `call_tails` between the last arguments and the terminator's end; with `_NAME` for the function's name.
+    """
+
+    header: str  # what serving appends to ask for the turn, but for thinking
+    opened_thinking: str  # the thinking that it opens or rules out there; old turns lack it
+    text_gaps: set[str] = dataclasses.field(default_factory=lambda: {""})
+    call_gaps: set[str] = dataclasses.field(default_factory=set)
+    call_tails: set[str] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Turn:
+    """An assistant turn in a rendering with markers; `start` and `end` are its first marker's and its last's."""
+
+    index: int  # of its message
+    start: int
+    end: int
+    begins_with_call: bool
+    names: list[str]  # of the functions it calls
+
+
+@dataclasses.dataclass(frozen=True)
+class _Edge:
+    """What of a turn in a rendering with markers is not its content."""
+
+    thinking: str  # the template's own, after the header
+    terminator: str
+    opened_thinking: str  # what serving's header ends with, where the turn has it
+
+
 class ChatTemplate:
     """A tokenizer's chat template with its options, as serving renders it."""
 
-    def __init__(self, tokenizer: transformers.PreTrainedTokenizerBase, options: dict[str, Any] | None = None):
-        """Raises `UserError`: no chat template, or an option that it does not know."""
+    def __init__(
+        self,
+        tokenizer: transformers.PreTrainedTokenizerBase,
+        options: dict[str, Any] | None = None,
+        today: datetime.date | None = None,
+    ):
+        """`today` is the date for a template that writes it into the conversation: by default the clock's.
+
+        Raises:
+          UserError: no chat template, or an option that it does not know.
+        """
         self._tokenizer = tokenizer
         self._options = options or {}
         try:
-            source = tokenizer.get_chat_template()
+            self._source = tokenizer.get_chat_template()
         except ValueError as error:
             raise UserError(f"{tokenizer.name_or_path}: the tokenizer has no chat template") from error
         for name in self._options:
-            if name in _NOT_OPTIONS or not re.search(rf"\b{re.escape(name)}\b", source):
+            if name in _NOT_OPTIONS or not re.search(rf"\b{re.escape(name)}\b", self._source):
                 raise UserError(f"template_options: the chat template has no option {name!r}")
+        if today is not None and "strftime_now" in self._source:
+            self._source = _stopped_clock(today) + self._source
         added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
         self._enders = tuple(sorted((token for token in added if token.strip()), key=len, reverse=True))
         self._terminator = re.compile(rf"\s*(?:{'|'.join(map(re.escape, self._enders)) or '(?!)'})")
-        # What serving appends to ask for a turn; the thinking that it may open or rule out is missing in old turns.
-        prompt = self._generation_prompt()
-        self._header = _TRAILING_THINKING.sub("", prompt)
-        self._opened_thinking = prompt[len(self._header) :]
+        try:
+            self._after_user = self._learn(_QUESTION)
+        except RecordRefused as error:
+            raise UserError(f"the chat template refuses a conversation of one user turn ({error})") from error
+        self._after_tool = self._after_user
+        with contextlib.suppress(RecordRefused, UserError):  # there are templates without tools
+            self._after_tool = self._learn(_RESULT)
 
     def render(self, messages: list[dict], *, add_generation_prompt: bool = False) -> str:
-        """The conversation as text. Raises `RecordRefused`."""
+        """The conversation as text. Raises `RecordRefused`.
+
+        The arguments of tool calls become objects, as in serving, or text where the template refuses objects.
+        """
+        if not any(message.get("tool_calls") for message in messages):
+            return self._render(messages, add_generation_prompt)
         try:
-            return self._tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=add_generation_prompt, **self._options
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:  # odd tool calls
+            objects = [with_arguments(message, as_object) for message in messages]
+        except ValueError as error:
             raise RecordRefused(str(error)) from error
+        try:
+            return self._render(objects, add_generation_prompt)
+        except RecordRefused as refused:
+            try:
+                return self._render([with_arguments(message, as_text) for message in objects], add_generation_prompt)
+            except RecordRefused:
+                raise refused from None
 
     def assistant_spans(
         self, messages: list[dict], unfinished: Collection[int] = ()
@@ -71,64 +144,201 @@ class ChatTemplate:
         a limit cut, the terminator is not the model's and lies outside.
 
         Raises:
-          RecordRefused: the template refuses the conversation.
+          RecordRefused: the template refuses the conversation, or leaves out tool calls: a turn that ends where the
+            model would call teaches it to stop there.
           UserError: a turn cannot be located reliably; the message shows the rendering.
         """
         text = self.render(messages)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        spans = [self._locate(text, messages, index, turn in unfinished) for turn, index in enumerate(turns)]
+        marker = _marker(text)
+        spans = []
+        for turn, span in enumerate(self._spans_of_all(text, messages, turns, marker)):
+            start, end, terminator = span or self._span_of_one(text, messages, turns[turn], marker)
+            spans.append((start, max(start, end - len(terminator)) if turn in unfinished else end))
         if any(before[1] > after[0] for before, after in itertools.pairwise(spans)):
             raise _unreadable("assistant turns overlap", text)
         return text, spans
 
-    def _locate(self, text: str, messages: list[dict], index: int, unfinished: bool) -> tuple[int, int]:
-        marker = _marker(text)
-        marked = self.render([*messages[:index], {"role": "assistant", "content": marker}, *messages[index + 1 :]])
-        if marked.count(marker) != 1:
-            raise _unreadable(f"message {index}'s content appears {marked.count(marker)} times", marked)
-        before, after = marked.split(marker)
-
-        header_end = self._header_end(before, messages, index)
-        if not text.startswith(before[:header_end]):
-            raise _unreadable(f"the text before message {index} depends on that message", text)
-        start, gap = header_end, before[header_end:]
-        if _EMPTY_THINKING.fullmatch(gap) and text.startswith(gap, start):
-            start += len(gap)
-        if text.startswith(self._opened_thinking, header_end):
-            start = max(start, header_end + len(self._opened_thinking))
-
-        terminator = self._terminator.match(after)
-        if terminator is None and after.strip():
-            raise _unreadable(f"no special token ends message {index}", marked)
-        rest = after[terminator.end() :] if terminator else after
-        end = len(text) - len(rest)
-        if not text.endswith(rest) or end < start or (terminator and not text.endswith(self._enders, start, end)):
-            raise _unreadable(f"the text after message {index} depends on that message", text)
-        if unfinished and terminator:
-            end = max(start, end - len(terminator.group()))
-        return start, end
-
-    def _header_end(self, before: str, messages: list[dict], index: int) -> int:
-        """Where the header of the turn that follows `before` ends."""
-        start = before.rfind(self._header)
-        end = start + len(self._header)
-        if start >= 0 and (end == len(before) or _EMPTY_THINKING.fullmatch(before, end)):
-            return end
-        # More than thinking between header and content (a channel name ...): it begins where the history ends.
-        history = self.render(messages[:index]) if index else ""
-        if before.startswith(history + self._header):
-            return len(history) + len(self._header)
-        raise _unreadable(f"the header {self._header!r} is not before message {index}", before)
-
-    def _generation_prompt(self) -> str:
-        conversation = [{"role": "user", "content": "?"}]
+    def _render(self, messages: list[dict], add_generation_prompt: bool) -> str:
         try:
-            without, asking = self.render(conversation), self.render(conversation, add_generation_prompt=True)
-        except RecordRefused as error:
-            raise UserError(f"the chat template refuses a conversation of one user turn ({error})") from error
+            return self._tokenizer.apply_chat_template(
+                messages,
+                chat_template=self._source,
+                tokenize=False,
+                add_generation_prompt=add_generation_prompt,
+                **self._options,
+            )
+        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:  # odd tool calls
+            raise RecordRefused(str(error)) from error
+
+    # ---- turns in the real rendering: (start, end, terminator), the end behind the terminator
+
+    def _spans_of_all(
+        self, text: str, messages: list[dict], turns: list[int], marker: str
+    ) -> list[tuple[int, int, str] | None]:
+        """Each turn's span, from one rendering with all of them marked; None where it is not certain."""
+        try:
+            outside, edges = self._read(messages, turns, marker)
+        except (UserError, RecordRefused):
+            return [None] * len(turns)
+        places = _certain_places(text, outside)
+        return [place and self._span(text, *place, edge) for place, edge in zip(places, edges, strict=True)]
+
+    def _span_of_one(self, text: str, messages: list[dict], index: int, marker: str) -> tuple[int, int, str]:
+        (before, after), [edge] = self._read(messages, [index], marker)
+        if not text.startswith(before):
+            raise _unreadable(f"the text before message {index} depends on that message", text)
+        span = self._span(text, len(before), len(text) - len(after), edge)
+        if not text.endswith(after) or span is None:
+            raise _unreadable(f"the text after message {index} depends on that message", text)
+        return span
+
+    def _span(self, text: str, header_end: int, end: int, edge: _Edge) -> tuple[int, int, str] | None:
+        start = header_end
+        if text.startswith(edge.thinking, start):
+            start += len(edge.thinking)
+        if text.startswith(edge.opened_thinking, header_end):
+            start = max(start, header_end + len(edge.opened_thinking))
+        if end < start or (edge.terminator and not text.endswith(self._enders, start, end)):
+            return None
+        return start, end, edge.terminator
+
+    # ---- turns in a rendering with markers
+
+    def _read(self, messages: list[dict], turns: list[int], marker: str) -> tuple[list[str], list[_Edge]]:
+        """The parts outside these turns, one more than turns, and the turns' edges, from a rendering with markers."""
+        outside, edges = [], []
+        rendering, marked_turns = self._mark(messages, turns, marker)
+        position = 0
+        for turn in marked_turns:
+            # A template may write a user's header where serving appends a tool's: after results, before more calls.
+            after_tool = turn.index > 0 and messages[turn.index - 1]["role"] == "tool"
+            for around in (self._after_tool, self._after_user) if after_tool else (self._after_user,):
+                before = rendering[position : turn.start]
+                header_end = _header_end(before, turn, around)
+                if header_end is None and len(turns) == 1:  # an unknown gap begins where the history ends
+                    before_header = (self.render(messages[: turn.index]) if turn.index else "") + around.header
+                    header_end = len(before_header) if before.startswith(before_header) else None
+                if header_end is not None:
+                    break
+            else:
+                raise _unreadable(f"the header {around.header!r} is not before message {turn.index}", before)
+            thinking = _EMPTY_THINKING.match(before, header_end)
+            position, terminator = self._end(rendering, turn, around)
+            outside.append(before[:header_end])
+            edges.append(_Edge(thinking.group() if thinking else "", terminator, around.opened_thinking))
+        return [*outside, rendering[position:]], edges
+
+    def _mark(self, messages: list[dict], turns: list[int], marker: str) -> tuple[str, list[_Turn]]:
+        """The rendering with each of these turns' content and arguments replaced by a marker of its own."""
+        marked = list(messages)
+        for index in turns:
+            turn = {"role": "assistant", "content": f"{marker}{index}x"}
+            if messages[index].get("tool_calls"):
+                turn["tool_calls"] = messages[index]["tool_calls"]
+                turn = with_arguments(turn, lambda call, _, index=index: {"argument": f"{marker}{index}c{call}x"})
+                if not messages[index]["content"]:  # there are templates that write the content or the calls
+                    turn["content"] = ""
+            marked[index] = turn
+        rendering = self.render(marked)
+
+        found: dict[int, list[re.Match]] = {index: [] for index in turns}
+        for match in re.finditer(rf"{marker}(\d+)(?:c(\d+))?x", rendering):
+            found[int(match[1])].append(match)
+        marked_turns = []
+        for index, matches in found.items():
+            functions = calls_of(messages[index])
+            if {match[2] for match in matches if match[2]} < {str(call) for call in range(len(functions))}:
+                raise RecordRefused("it leaves out tool calls")
+            if not matches or (len(matches) > 1 and not functions):
+                raise _unreadable(f"message {index}'s content appears {len(matches)} times", rendering)
+            names = [str(function.get("name")) for function in functions]
+            begins_with_call = matches[0][2] is not None
+            marked_turns.append(_Turn(index, matches[0].start(), matches[-1].end(), begins_with_call, names))
+        if any(before.end > after.start for before, after in itertools.pairwise(marked_turns)):
+            raise _unreadable("assistant turns overlap", rendering)
+        return rendering, marked_turns
+
+    def _end(self, rendering: str, turn: _Turn, around: _Surroundings) -> tuple[int, str]:
+        """Where the turn's terminator ends in a rendering with markers, and the terminator."""
+        if turn.names:
+            for tail in around.call_tails:
+                tail = tail.replace(_NAME, turn.names[-1])
+                if rendering.startswith(tail, turn.end):
+                    return turn.end + len(tail), next(ender for ender in self._enders if tail.endswith(ender))
+        elif terminator := self._terminator.match(rendering, turn.end):
+            return terminator.end(), terminator.group()
+        elif not rendering[turn.end :].strip():
+            return turn.end, ""
+        raise _unreadable(f"no special token ends message {turn.index}", rendering)
+
+    # ---- what the template writes around turns
+
+    def _learn(self, history: list[dict]) -> _Surroundings:
+        """From small conversations, what surrounds the turn after `history`."""
+        without, asking = self.render(history), self.render(history, add_generation_prompt=True)
         if not asking.startswith(without):
             raise _unreadable("the generation prompt is not at the end", asking)
-        return asking[len(without) :]
+        prompt = asking[len(without) :]
+        header = _TRAILING_THINKING.sub("", prompt)
+        around = _Surroundings(header, prompt[len(header) :])
+        text = {"role": "assistant", "content": "!"}
+        for turn, later in ((text, _QUESTION), (_CALLING, _ANSWERED), (_CALLING | {"content": "!"}, _ANSWERED)):
+            for rest in ([], later):
+                with contextlib.suppress(RecordRefused, UserError):
+                    self._learn_turn(around, without, [*history, turn, *rest], len(history))
+        return around
+
+    def _learn_turn(self, around: _Surroundings, history: str, messages: list[dict], index: int) -> None:
+        rendering, [turn] = self._mark(messages, [index], _marker(history))
+        if rendering.startswith(history + around.header):
+            gap = rendering[len(history + around.header) : turn.start]
+            (around.call_gaps if turn.begins_with_call else around.text_gaps).add(gap)
+        tail = rendering[turn.end :].rstrip()
+        if turn.names and index == len(messages) - 1 and tail.endswith(self._enders):
+            around.call_tails.add(tail)
+
+
+def _header_end(before: str, turn: _Turn, around: _Surroundings) -> int | None:
+    """Where the turn's header ends in `before`, which ends at its first marker; None where what follows is unknown."""
+    if turn.begins_with_call:
+        gaps = [gap.replace(_NAME, turn.names[0]) for gap in around.call_gaps]
+    else:
+        gaps = around.text_gaps
+        start = before.rfind(around.header)
+        if start >= 0 and _EMPTY_THINKING.fullmatch(before, start + len(around.header)):
+            return start + len(around.header)
+    gap = max((gap for gap in gaps if before.endswith(around.header + gap)), key=len, default=None)
+    return None if gap is None else len(before) - len(gap)
+
+
+def _certain_places(text: str, outside: Sequence[str]) -> list[tuple[int, int] | None]:
+    """Between which characters of `text` each turn lies; None where the parts outside could stand otherwise too."""
+    earliest = _earliest(text, outside)
+    latest = _earliest(text[::-1], [part[::-1] for part in reversed(outside)])
+    if earliest is None or latest is None:
+        return [None] * (len(outside) - 1)
+    latest = [len(text) - start - len(part) for start, part in zip(reversed(latest), outside, strict=True)]
+    certain = [start if start == other else None for start, other in zip(earliest, latest, strict=True)]
+    return [
+        None if start is None or end is None else (start + len(part), end)
+        for part, (start, end) in zip(outside[:-1], itertools.pairwise(certain), strict=True)
+    ]
+
+
+def _earliest(text: str, parts: Sequence[str]) -> list[int] | None:
+    """Where the parts begin when each stands as early as it can: the first at the beginning, the last at the end."""
+    limit = len(text) - len(parts[-1])
+    if not text.startswith(parts[0]) or not text.endswith(parts[-1]) or len(parts[0]) > limit:
+        return None
+    starts, position = [0], len(parts[0])
+    for part in parts[1:-1]:
+        start = text.find(part, position, limit)
+        if start < 0:
+            return None
+        starts.append(start)
+        position = start + len(part)
+    return [*starts, limit]
 
 
 def _marker(text: str) -> str:
@@ -137,6 +347,12 @@ def _marker(text: str) -> str:
     while (marker := f"osprey{number}turn") in text:
         number += 1
     return marker
+
+
+def _stopped_clock(today: datetime.date) -> str:
+    """A Jinja macro in place of the clock that `strftime_now` reads."""
+    filters = "".join(f" | replace('%{code}', '{today.strftime('%' + code)}')" for code in "YymdjBbAaHIMSp")
+    return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n"  # the newline is trimmed
 
 
 def _unreadable(what: str, text: str) -> UserError:

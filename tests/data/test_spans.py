@@ -36,7 +36,8 @@ QWEN3 = r"""{%- set ns = namespace(last=-1) %}
 {{- '<think>\n' + reasoning.strip('\n') + '\n</think>\n\n' + content.lstrip('\n') }}
 {%- else %}{{- content }}{% endif %}
 {%- for call in m.tool_calls or [] %}
-{%- if content or not loop.first %}{{- '\n' }}{% endif %}{{- '<tool_call>' + call.function.name + '</tool_call>' }}
+{%- if content or not loop.first %}{{- '\n' }}{% endif %}
+{{- '<tool_call>' + call.function.name + call.function.arguments | tojson + '</tool_call>' }}
 {%- endfor %}
 {{- '<|im_end|>\n' }}
 {%- endif %}{% endfor %}
@@ -159,8 +160,8 @@ def test_tool_calls(make_tokenizer):
     messages = [user("hi"), assistant("", tool_calls=calls), {"role": "tool", "content": "no"}]
     messages += [assistant("hello", tool_calls=calls[:1])]
     assert supervised(make_tokenizer(QWEN3), messages) == [
-        "<tool_call>yes</tool_call>\n<tool_call>no</tool_call><|im_end|>",
-        "hello\n<tool_call>yes</tool_call><|im_end|>",
+        "<tool_call>yes{}</tool_call>\n<tool_call>no{}</tool_call><|im_end|>",
+        "hello\n<tool_call>yes{}</tool_call><|im_end|>",
     ]
 
 
