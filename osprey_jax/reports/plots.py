@@ -15,8 +15,7 @@ def heat_map(
     """Write `values` (rows x columns) as coloured, labelled cells to `path`; None is an empty cell."""
     grid = np.array([[np.nan if value is None else value for value in row] for row in values], np.float64)
     longest = max(map(len, rows))
-    figure = Figure(figsize=(2.2 + 0.09 * longest + 1.1 * len(columns), 1.6 + 0.5 * len(rows)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = new_figure(2.2 + 0.09 * longest + 1.1 * len(columns), 1.6 + 0.5 * len(rows))
     axes = figure.subplots()
     shown = np.isfinite(grid)
     image = axes.imshow(np.ma.masked_invalid(grid), cmap="viridis", aspect="auto")
@@ -28,6 +27,18 @@ def heat_map(
     axes.set_yticks(range(len(rows)), rows)
     axes.set_title(title)
     figure.colorbar(image)
+    save(figure, path)
+
+
+def new_figure(width: float, height: float) -> Figure:
+    """An empty figure of that many inches."""
+    figure = Figure(figsize=(width, height), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write `figure` to `path` as PNG, in one step."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     figure.savefig(temporary, format="png", dpi=150)
     os.replace(temporary, path)
