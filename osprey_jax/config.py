@@ -4,6 +4,7 @@ One class a command. A default stands here and nowhere else; what follows from o
 that needs it and printed at the start of a run, never a second key.
 """
 
+import re
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -153,23 +154,45 @@ TrainConfig = Annotated[PretrainConfig | DistillConfig, pydantic.Field(discrimin
 
 
 class RegenerateConfig(Section):
-    """`regenerate`: the target answers the user turns of conversations."""
+    """`regenerate`: the target answers the user turns of conversations, in this process or behind servers."""
 
-    target: Path
+    target: Path  # with servers, only its tokenizer's files are read
     input: list[str]  # conversations (JSONL), files or globs
     output: Path  # JSONL
     max_new_tokens: Positive  # of one turn
     temperature: Annotated[float, pydantic.Field(ge=0)] = 0.0  # 0: greedy
     top_p: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
     seed: Seed = 0
-    batch_size: Positive = 8
     template_options: dict[str, Any] = {}
+    # in this process
+    batch_size: Positive = 8
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    # by servers
+    servers: list[str] = []  # base URLs of OpenAI-compatible servers of one model (http://host:30000)
+    concurrency: Positive = 32  # requests that a server has at one time
+    timeout: Annotated[float, pydantic.Field(gt=0)] = 1800.0  # seconds that one answer may take
+
+    @pydantic.field_validator("servers")
+    @classmethod
+    def _urls(cls, servers: list[str]) -> list[str]:
+        urls = [server.rstrip("/").removesuffix("/v1") for server in servers]
+        for url in urls:
+            if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", url):
+                raise ValueError(f"{url!r} is no base URL such as http://host:30000")
+            if urls.count(url) > 1:
+                raise ValueError(f"{url} is named twice")
+        return urls
 
     @pydantic.model_validator(mode="after")
-    def _samples(self) -> Self:
+    def _consistent(self) -> Self:
         if 0 < self.temperature < 0.01:
             raise ValueError(f"temperature {self.temperature} is neither 0, which is greedy, nor at least 0.01")
+        other = ("batch_size", "compute_dtype") if self.servers else ("concurrency", "timeout")
+        if wrong := [key for key in other if key in self.model_fields_set]:
+            where = (
+                "is of a target in this process, not of servers" if self.servers else "is of servers, and none is named"
+            )
+            raise ValueError(f"{' and '.join(wrong)} {where}")
         return self
 
 

@@ -7,6 +7,7 @@ import os
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TextIO
 
 from osprey_jax.command import UserError
 
@@ -40,11 +41,22 @@ def read_json(path: Path) -> dict:
 
 def write_text(path: Path, text: str) -> None:
     """Replace `path` by `text` in one step."""
+    with new_file(path) as stream:
+        stream.write(text)
+
+
+@contextlib.contextmanager
+def new_file(path: Path) -> Iterator[TextIO]:
+    """A temporary text file that replaces `path` when the block ends without an error."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    temporary.write_text(text, encoding="utf-8")
-    _sync(temporary)
-    os.replace(temporary, path)
-    _sync(path.parent)
+    try:
+        with temporary.open("w", encoding="utf-8") as stream:
+            yield stream
+        sync(temporary)
+        os.replace(temporary, path)
+        sync(path.parent)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def write_json(path: Path, value: object) -> None:
@@ -68,12 +80,12 @@ def new_directory(out: str | Path) -> Iterator[Path]:
     try:
         yield temporary
         for path in sorted(temporary.rglob("*")):
-            _sync(path)
-        _sync(temporary)
+            sync(path)
+        sync(temporary)
         if out.exists():
             out.rmdir()
         os.replace(temporary, out)
-        _sync(out.parent)
+        sync(out.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
 
@@ -96,7 +108,8 @@ def fingerprint(*paths: Path) -> str:
     return digest.hexdigest()
 
 
-def _sync(path: Path) -> None:
+def sync(path: Path) -> None:
+    """Have a file, or the names in a directory, reach the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

@@ -3,10 +3,11 @@ from pathlib import Path
 
 import pytest
 
-from osprey_jax import regenerate as module
 from osprey_jax.command import UserError
 from osprey_jax.config import RegenerateConfig
+from osprey_jax.decoding import in_process
 from osprey_jax.decoding.generate import generate
+from osprey_jax.decoding.journal import Journal
 from osprey_jax.decoding.requests import Request
 from osprey_jax.decoding.target import open_target
 from osprey_jax.regenerate import regenerate
@@ -91,7 +92,7 @@ def test_a_killed_run_goes_on_where_it_stopped(config, monkeypatch):
             raise KeyboardInterrupt
         return generate(model, requests, **options)
 
-    monkeypatch.setattr(module, "generate", counted)
+    monkeypatch.setattr(in_process, "generate", counted)
     with pytest.raises(KeyboardInterrupt):
         regenerate(config(**sampled))
     partial = config().output.with_name("x.jsonl.partial")
@@ -119,20 +120,23 @@ def test_sampling_does_not_depend_on_the_batch(config):
 
 
 def test_other_settings_are_not_mixed_in(config):
-    """A partial output of another temperature, input or target is refused, naming what changed."""
+    """A partial output of another temperature or target is refused, naming what changed, and left as it is."""
     partial = config().output.with_name("x.jsonl.partial")
     partial.parent.mkdir()
-    for text in ("", "not json\n", '{"index": 1}\n'):
+    for text in ("not json\n", "no line", '{"index": 1}\n', '{"settings": {}, "x": \n'):
         partial.write_text(text)
         with pytest.raises(UserError, match="not a partial output"):
             regenerate(config())
+        assert partial.read_text() == text
     partial.unlink()
-    module._resume(partial, {"temperature": 1.0, "seed": 0})
+    journal = Journal(partial, {"temperature": 1.0, "seed": 0})
+    journal.add({"key": "a"})
+    journal.close()
     with pytest.raises(UserError, match="made with another seed, temperature;"):
-        module._resume(partial, {"temperature": 0.5, "seed": 1})
-    with pytest.raises(UserError, match="made with another"):
+        Journal(partial, {"temperature": 0.5, "seed": 1})
+    with pytest.raises(UserError, match=r"made with another compute_dtype, .*max_new_tokens, .*target"):
         regenerate(config())
-    assert partial.exists()
+    assert len(read(partial)) == 2
 
 
 def test_an_existing_output_is_left_alone(config):
@@ -164,7 +168,7 @@ def test_no_usable_record_is_an_error(config, tmp_path):
     write(tmp_path / "in.jsonl", [{"id": "x"}])
     with pytest.raises(UserError, match="no usable conversation"):
         regenerate(config())
-    assert not config().output.parent.exists()
+    assert not list(config().output.parent.iterdir())
 
 
 def test_a_turn_past_the_context_is_left_out(config, tmp_path):

@@ -88,17 +88,6 @@ def by_length(lengths: Sequence[int], batch_size: int) -> list[list[int]]:
     return [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
 
 
-def token_limit(prompt_length: int, max_new_tokens: int, context: int) -> int | None:
-    """New tokens a prompt may have in a context of `context` positions; None where the prompt is too long.
-
-    SGLang's rule (0.5.23: `managers/tp_worker.py`, `init_req_max_new_tokens` in `managers/scheduler.py`): a request
-    ends two places before the context does, and a prompt within six places of its end is refused.
-    """
-    if prompt_length >= context - 6:
-        return None
-    return min(max_new_tokens, context - 2 - prompt_length)
-
-
 def stop_token_ids(target: Path, tokenizer: transformers.PreTrainedTokenizerBase) -> tuple[int, ...]:
     """Ids that end a turn: those of `config.json`, of `generation_config.json` and the tokenizer's, all together.
 

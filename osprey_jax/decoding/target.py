@@ -5,11 +5,11 @@ from pathlib import Path
 from typing import Any
 
 import jax.numpy as jnp
-import transformers
 
 from osprey_jax.data.spans import ChatTemplate
 from osprey_jax.data.tokenizer import check_tokenizer, load_tokenizer
-from osprey_jax.decoding.requests import stop_token_ids, token_limit
+from osprey_jax.decoding.chat import Chat
+from osprey_jax.decoding.requests import stop_token_ids
 from osprey_jax.models.causal_lm import CausalLM
 from osprey_jax.models.hf import load_causal_lm
 from osprey_jax.models.hf_config import transformer_config
@@ -17,29 +17,18 @@ from osprey_jax.models.transformer import TransformerConfig
 
 
 @dataclasses.dataclass(frozen=True)
-class Target:
+class Target(Chat):
     """Everything but the weights, which are read last (`load`): what is wrong with the rest shows at once."""
 
     directory: Path
     config: TransformerConfig
-    tokenizer: transformers.PreTrainedTokenizerBase
-    template: ChatTemplate
     stop_ids: tuple[int, ...]
 
     def load(self, dtype: jnp.dtype) -> CausalLM:
         return load_causal_lm(self.directory, dtype=dtype)
 
-    def prompt_ids(self, messages: list[dict]) -> list[int]:
-        """Token ids of a conversation up to where the assistant's turn begins. Raises `RecordRefused`."""
-        text = self.template.render(messages, add_generation_prompt=True)
-        return self.tokenizer(text, add_special_tokens=False)["input_ids"]
-
-    def limit(self, prompt: list[int], max_new_tokens: int) -> int | None:
-        """New tokens that `prompt` may get; None where it is too long for the context."""
-        return token_limit(len(prompt), max_new_tokens, self.config.max_position_embeddings)
-
     def text(self, token_ids: list[int]) -> str:
-        """What was generated, as a message's content: without the terminator and other special tokens."""
+        """What was generated, as text: without the terminator and other special tokens."""
         kept = token_ids[:-1] if token_ids and token_ids[-1] in self.stop_ids else token_ids
         return self.tokenizer.decode(kept, skip_special_tokens=True, clean_up_tokenization_spaces=False)
 
@@ -48,5 +37,5 @@ def open_target(directory: Path, template_options: dict[str, Any]) -> Target:
     """Raises `UserError` where the checkpoint is unusable, except for its weights."""
     config, tokenizer = transformer_config(directory), load_tokenizer(directory)
     check_tokenizer(tokenizer, config.vocab_size, str(directory))
-    template = ChatTemplate(tokenizer, template_options)
-    return Target(directory, config, tokenizer, template, stop_token_ids(directory, tokenizer))
+    template, stop_ids = ChatTemplate(tokenizer, template_options), stop_token_ids(directory, tokenizer)
+    return Target(tokenizer, template, config.max_position_embeddings, directory, config, stop_ids)

@@ -4,6 +4,7 @@ import types
 import pytest
 
 from osprey_jax.command import UserError
+from osprey_jax.decoding.chat import token_limit
 from osprey_jax.decoding.requests import (
     PREFILL_CHUNK,
     Request,
@@ -12,7 +13,6 @@ from osprey_jax.decoding.requests import (
     make_batch,
     prompt_bucket,
     stop_token_ids,
-    token_limit,
 )
 
 
