@@ -28,9 +28,20 @@ class Section(pydantic.BaseModel):
 
 
 class Data(Section):
+    """Text: documents in full rows."""
+
     train: list[str]  # files or globs
     eval: list[str] = []  # held-out files or globs
     length: Annotated[int, pydantic.Field(ge=2, strict=True)]  # tokens a row
+    cache_dir: Path = Path("runs/prepared")  # where prepared rows are kept, for all runs that need the same
+    processes: Positive | None = None  # that prepare; None: all cores
+
+
+class Conversations(Data):
+    """Conversations through the target's chat template."""
+
+    packing: bool = True  # several conversations a row (best fit), none sees another; false: one a row
+    only_last_turn: bool = False  # of a conversation only the assistant's last turn is supervised
     template_options: dict[str, Any] = {}  # passed to the chat template, as serving does (enable_thinking: false)
 
 
@@ -108,12 +119,21 @@ class ModelStart(Section):
             raise ValueError("give either checkpoint, or config and tokenizer")
         return self
 
+    @property
+    def numbers_from(self) -> Path:
+        """The checkpoint, or the config alone."""
+        return self.checkpoint or self.config
+
+    @property
+    def tokenizer_from(self) -> Path:
+        """The directory with the tokenizer's files."""
+        return self.checkpoint or self.tokenizer
+
 
 class Scratch(Section):
     """EAGLE-3 from scratch: the baseline, with the target's embedding."""
 
     num_layers: Positive = 1
-    draft_vocab_size: Positive | None = None  # None: the target's vocabulary
 
 
 class DrafterStart(Section):
@@ -121,6 +141,8 @@ class DrafterStart(Section):
 
     checkpoint: Path | None = None
     scratch: Scratch | None = None
+    # The head writes the tokens that the data supervises most, so many; None: as the checkpoint, else all of them.
+    draft_vocab_size: Positive | None = None
 
     @pydantic.model_validator(mode="after")
     def _one(self) -> Self:
@@ -141,6 +163,7 @@ class DistillConfig(Run):
     """`train`, stage 4: a drafter learns its target's distributions on conversations."""
 
     stage: Literal["distill"]
+    data: Conversations
     target: Path
     drafter: DrafterStart
     tap_layers: tuple[int, int, int] | None = None  # blocks of the target, 0-based; None: the drafter's, else default
@@ -217,6 +240,12 @@ class EvaluateConfig(Section):
 
 def parse_arguments(program: str, description: str, kind: Any) -> Any:
     """`--config FILE [key=value ...]` from the command line, as a config of `kind`."""
+    arguments = config_parser(program, description).parse_args()
+    return load_config(arguments.config, arguments.overrides, kind)
+
+
+def config_parser(program: str, description: str) -> ArgumentParser:
+    """A parser of `--config FILE [key=value ...]`, as `config` and `overrides`, to which a command may add."""
     parser = ArgumentParser(prog=f"python -m {program}", description=description)
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file (keys: osprey_jax/config.py)")
     parser.add_argument(
@@ -225,8 +254,7 @@ def parse_arguments(program: str, description: str, kind: Any) -> Any:
         metavar="key=value",
         help="replaces a key of the file; dots go down (optimizer.learning_rate=3e-4), the value is YAML",
     )
-    arguments = parser.parse_args()
-    return load_config(arguments.config, arguments.overrides, kind)
+    return parser
 
 
 def load_config(path: str | Path, overrides: list[str], kind: Any) -> Any:

@@ -15,7 +15,8 @@ import yaml
 
 from osprey_jax.command import UserError
 from osprey_jax.config import EvaluateConfig, RegenerateConfig, TrainConfig, load_config
-from osprey_jax.data.text import text_rows
+from osprey_jax.data.recipes import TextRecipe
+from osprey_jax.data.records import read_blocks
 from osprey_jax.data.tokenizer import check_tokenizer, load_tokenizer
 from osprey_jax.models.hf_config import check_tap_layers, transformer_config
 from tests.data.rendering import assistant_spans
@@ -154,8 +155,9 @@ def test_chat_template_shows_its_assistant_turns(inputs):
 def test_target_learns_what_its_template_writes(inputs):
     """A training document and its end token are a rendered conversation, token for token: chats are in distribution."""
     tokenizer = load_tokenizer(inputs / "tokenizers" / "target")
-    rows = text_rows([str(inputs / "text" / "chats.held_out.jsonl")], tokenizer, 256)
-    first = rows.arrays["token_ids"][0, : (rows.arrays["segment_ids"][0] == 1).sum()]
+    make_rows, _ = TextRecipe(inputs / "tokenizers" / "target", 256).open()
+    row = make_rows(list(read_blocks([inputs / "text" / "chats.held_out.jsonl"], 10_000))).rows[0]
+    first = row.token_ids[: row.segment_lengths[0]]
     user, end, assistant = (tokenizer.convert_tokens_to_ids(t) for t in ("<|user|>", "<|end|>", "<|assistant|>"))
     special = [int(token) for token in first if token <= tokenizer.convert_tokens_to_ids("<|tool|>")]
     assert special == [user, end, assistant, end] and (first[0], first[-1]) == (user, end)

@@ -1,6 +1,7 @@
 """`train` on the golden models: runs, goes on, refuses. One process, tiny steps."""
 
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -15,6 +16,9 @@ from export.to_hf import to_hf
 from export.to_sglang import to_sglang
 from osprey_jax import train
 from osprey_jax.command import UserError
+from osprey_jax.data.rows import Rows
+from osprey_jax.data.trimming import most_frequent_tokens
+from osprey_jax.models import hf
 from osprey_jax.training import loop
 from tests.checkpoints import assert_same_tensors, read, write
 from tests.conftest import GOLDEN
@@ -25,12 +29,13 @@ CASE = GOLDEN / "qwen3"
 @pytest.fixture
 def distill(tmp_path, run_command):
     """`distill(*overrides) -> (status, stdout, stderr)`: a few steps from the golden converted drafter."""
+    cache = {"cache_dir": str(tmp_path / "prepared"), "processes": 1}
     config = {
         "stage": "distill",
         "run_dir": str(tmp_path / "run"),
         "target": str(CASE / "target"),
         "drafter": {"checkpoint": str(CASE / "expected" / "converted")},
-        "data": {"train": [str(CASE / "train.jsonl")], "eval": [str(CASE / "train.jsonl")], "length": 128},
+        "data": {"train": [str(CASE / "train.jsonl")], "eval": [str(CASE / "train.jsonl")], "length": 128} | cache,
         "optimizer": {"learning_rate": 1e-3},
         "ttt": {"length": 2},
         "batch_size": 4,
@@ -53,7 +58,7 @@ def pretrain(tmp_path, run_command):
         "stage": "pretrain",
         "run_dir": str(tmp_path / "run"),
         "model": {"checkpoint": str(tmp_path / "backbone")},
-        "data": {"train": [str(tmp_path / "*.txt")], "length": 64},
+        "data": {"train": [str(tmp_path / "*.txt")], "length": 64, "cache_dir": str(tmp_path / "prepared")},
         "optimizer": {"learning_rate": 1e-3},
         "batch_size": 4,
         "steps": 6,
@@ -194,7 +199,7 @@ def test_description_is_that_of_the_checkpoints(distill, tmp_path):
 @pytest.mark.parametrize(("layers", "vocabulary"), [(1, None), (2, 300)])
 def test_eagle3_from_scratch(distill, tmp_path, layers, vocabulary):
     """The baselines are the same command: target's embedding frozen, 1 or 2 layers, vocabulary whole or trimmed."""
-    start = f"drafter={{scratch: {{num_layers: {layers}, draft_vocab_size: {vocabulary or 'null'}}}}}"
+    start = f"drafter={{scratch: {{num_layers: {layers}}}, draft_vocab_size: {vocabulary or 'null'}}}"
     status, out, err = distill(start)
     assert status == 0, err
     assert "embedding of the target, frozen" in out
@@ -206,8 +211,60 @@ def test_eagle3_from_scratch(distill, tmp_path, layers, vocabulary):
     assert config["architectures"] == ["LlamaForCausalLMEagle3"] and config["swap_h_and_emb"] is False
     assert len(tensors["lm_head.weight"]) == tensors["t2d"].sum() == config["draft_vocab_size"] == (vocabulary or 456)
     if vocabulary:
-        assert "draft vocabulary: 300 of 456 tokens" in out
+        assert "draft vocabulary (most frequent): 300 of 456 tokens" in out
         np.testing.assert_array_equal(tensors["d2t"] + np.arange(300), np.flatnonzero(tensors["t2d"]))
+
+
+def test_converted_drafter_with_a_trimmed_head(distill, tmp_path):
+    """The head keeps the rows of the tokens that the data supervises most, and so their logits; the rest is whole."""
+    status, out, err = distill("drafter.draft_vocab_size=40", "batch_size=8", "steps=0")
+    assert status == 0, err
+    rows = Rows(next((tmp_path / "prepared").glob("*/manifest.json")).parent)
+    arrays = [rows[i] for i in range(len(rows))]
+    count = sum(np.bincount(row["token_ids"][row["loss_mask"] > 0], minlength=456) for row in arrays)
+    kept, covered = most_frequent_tokens(count, 40)
+    assert 0.5 < covered < 1
+    assert f"draft vocabulary (most frequent): 40 of 456 tokens, {covered:.1%} of the supervised ones" in out
+
+    to_sglang(tmp_path / "run", tmp_path / "export")
+    assert read(tmp_path / "export" / "config.json")["draft_vocab_size"] == 40
+    tensors = load_file(tmp_path / "export" / "model.safetensors")
+    whole = load_file(CASE / "expected" / "converted" / "model.safetensors")
+    expected = {"lm_head.weight": whole["lm_head.weight"][kept]} | hf.vocabulary_tensors(kept, 456)
+    assert_same_tensors(tensors, whole | expected)
+    trimmed, untrimmed = hf.load_drafter(tmp_path / "export"), hf.load_drafter(CASE / "expected" / "converted")
+    stream = np.random.default_rng(0).normal(size=(1, 50, 32)).astype(np.float32)
+    logits = trimmed.logits(stream)
+    np.testing.assert_allclose(logits, untrimmed.logits(stream)[..., kept], rtol=1e-5, atol=1e-5)
+    drafted = trimmed.to_target_ids(np.argmax(logits, axis=-1))
+    np.testing.assert_array_equal(drafted, kept[np.argmax(untrimmed.logits(stream)[..., kept], axis=-1)])
+
+
+def test_warm_start_keeps_its_own_vocabulary(distill, tmp_path):
+    """Other data would choose other tokens: the checkpoint's map stays, what it covers is said, another is refused."""
+    assert distill("drafter.draft_vocab_size=40", "steps=30", "checkpoints.every=30")[0] == 0
+    losses = metrics(tmp_path / "run")
+    assert losses[30]["loss"] < losses[1]["loss"]
+    export = tmp_path / "export"
+    to_sglang(tmp_path / "run", export)
+    first = load_file(export / "model.safetensors")
+    start = load_file(CASE / "expected" / "converted" / "model.safetensors")
+    assert np.any(first["embed_tokens.weight"] != start["embed_tokens.weight"])  # its own, trained
+
+    words = {"role": "user", "content": "x"}, {"role": "assistant", "content": "zzz qqq " * 9}
+    (tmp_path / "other.jsonl").write_text(json.dumps({"id": "a", "conversations": words}) + "\n")
+    again = [f"drafter.checkpoint={export}", f"data.train=[{tmp_path / 'other.jsonl'}]", "batch_size=1", "steps=0"]
+    for i, size in enumerate(["null", "40"]):
+        status, out, err = distill(*again, f"drafter.draft_vocab_size={size}", f"run_dir={tmp_path / f'again{i}'}")
+        assert status == 0, err
+        shown = re.search(r"draft vocabulary \(of the checkpoint\): 40 of 456 tokens, (\S+)% of the supervised", out)
+        assert 0 < float(shown[1]) < 90
+        to_sglang(tmp_path / f"again{i}", tmp_path / f"export{i}")
+        assert_same_tensors(load_file(tmp_path / f"export{i}" / "model.safetensors"), first)
+    for size in (41, 456):
+        status, _, err = distill(*again, f"drafter.draft_vocab_size={size}", f"run_dir={tmp_path / 'refused'}")
+        assert status == 2 and err.count("\n") == 1 and not (tmp_path / "refused").exists()
+        assert f"drafter.draft_vocab_size {size} contradicts {export}, which keeps its own" in err
 
 
 def test_pretraining_and_export_to_hf(pretrain, tmp_path):
@@ -281,6 +338,12 @@ def test_taps_that_contradict_the_checkpoint(distill, tmp_path):
     config = {"eagle_aux_hidden_state_layer_ids": [0, 2, 4], "use_aux_hidden_state": True}
     other = changed(tmp_path, CASE / "expected" / "converted", eagle_config=config)
     assert_refused(distill(f"drafter.checkpoint={other}", "tap_layers=[1, 3, 5]"), tmp_path, "[0, 2, 4]", "contradict")
+
+
+@pytest.mark.parametrize("start", ["checkpoint: " + str(CASE / "expected" / "converted"), "scratch: {num_layers: 1}"])
+def test_draft_vocabulary_larger_than_the_targets(distill, tmp_path, start):
+    result = distill(f"drafter={{{start}, draft_vocab_size: 457}}")
+    assert_refused(result, tmp_path, "drafter.draft_vocab_size 457 exceeds the target's vocabulary of 456")
 
 
 def test_tokenizer_that_does_not_fit(distill, pretrain, tmp_path):

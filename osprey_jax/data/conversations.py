@@ -1,22 +1,13 @@
 """Conversations as they are found: records of many makes to messages for a chat template, or a reason why not."""
 
-import collections
 import dataclasses
-import itertools
 import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-import tokenizers
-import tqdm
-import transformers
-
 from osprey_jax.command import UserError
 from osprey_jax.data.records import Block, Rejection, find_files, kind_of, parse_line, read_blocks, record_name
-from osprey_jax.data.rows import FIELDS, Rows
-from osprey_jax.data.spans import ChatTemplate, RecordRefused
 from osprey_jax.files import write_text
 
 # In lower case. ShareGPT names the product that answered; OpenAI's developer turn is what its models take for a system
@@ -205,133 +196,6 @@ def _tools(record: dict) -> list[dict] | None:
     return [{"type": "function", "function": tool} if alone else tool for tool, alone in zip(tools, bare, strict=True)]
 
 
-# ---- tokens
-
-_BATCH = 256  # conversations tokenized at one time, on all cores
-
-
-@dataclasses.dataclass(frozen=True)
-class Report:
-    """What became of the records, and the tokens of those used."""
-
-    read: int
-    used: int
-    cut: int  # used, but longer than a row
-    dropped: dict[str, int]  # reason -> records
-    tokens: int
-    supervised: int
-
-    def __str__(self) -> str:
-        dropped = "".join(f", {count} dropped: {reason}" for reason, count in self.dropped.items())
-        return f"{self.read} records read, {self.used} used, {self.cut} of them cut{dropped}"
-
-
-def conversation_rows(
-    patterns: list[str],
-    tokenizer: transformers.PreTrainedTokenizerBase,
-    length: int,
-    template_options: dict[str, Any] | None = None,
-) -> tuple[Rows, list[Rejection], Report]:
-    """All usable conversations, one a row, cut or right-padded to `length`; what was dropped or cut; the counts.
-
-    Reasons beside those of `read_records`: no assistant turn; refused by the chat template; nothing supervised within
-    the length.
-
-    Raises:
-      UserError: as `read_records` and `ChatTemplate`; no usable record.
-    """
-    template, encoder = ChatTemplate(tokenizer, template_options), _encoder(tokenizer)
-    ids: list[str] = []
-    token_ids: list[np.ndarray] = []
-    loss_masks: list[np.ndarray] = []
-    rejections: list[Rejection] = []
-    cut: list[Rejection] = []
-    read = 0
-    records = tqdm.tqdm(read_records(patterns), desc="tokenize", unit=" conversations", disable=None)
-    stream = (_locate(template, record) for record in records)
-    while batch := list(itertools.islice(stream, _BATCH)):
-        read += len(batch)
-        texts = [item.text for item in batch if isinstance(item, _Located)]
-        encodings = iter(encoder.encode_batch(texts, add_special_tokens=False))
-        for item in batch:
-            if isinstance(item, Rejection):
-                rejections.append(item)
-                continue
-            encoding = next(encodings)
-            tokens, mask = _masked(encoding, item.spans, length)
-            if not mask.any():
-                rejections.append(Rejection(item.where, item.id, "nothing supervised within the length"))
-                continue
-            if len(encoding) > length:
-                cut.append(Rejection(item.where, item.id, f"cut at {length} of {len(encoding)} tokens"))
-            ids.append(item.id)
-            token_ids.append(tokens)
-            loss_masks.append(mask)
-
-    dropped = dict(collections.Counter(rejection.reason for rejection in rejections))
-    if not ids:
-        counts = ", ".join(f"{reason}: {count}" for reason, count in dropped.items()) or "the files are empty"
-        raise UserError(f"{', '.join(patterns)}: no usable conversation among {read} records ({counts})")
-    tokens, supervised = sum(map(len, token_ids)), int(sum(mask.sum() for mask in loss_masks))
-    report = Report(read, len(ids), len(cut), dropped, tokens, supervised)
-    return _pad(ids, token_ids, loss_masks, length), rejections + cut, report
-
-
 def write_rejections(path: Path, rejections: list[Rejection]) -> None:
     """`rejections` as JSONL with `where`, `id` and `reason`, in one step."""
     write_text(path, "".join(json.dumps(dataclasses.asdict(line), ensure_ascii=False) + "\n" for line in rejections))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Located:
-    where: str
-    id: str
-    text: str
-    spans: list[tuple[int, int]]
-
-
-def _locate(template: ChatTemplate, record: Record | Rejection) -> _Located | Rejection:
-    if isinstance(record, Rejection):
-        return record
-    if not any(message["role"] == "assistant" for message in record.messages):
-        return Rejection(record.where, record.id, "no assistant turn")
-    try:
-        return _Located(record.where, record.id, *template.assistant_spans(record.messages, record.unfinished))
-    except RecordRefused as error:
-        return Rejection(record.where, record.id, f"refused by the chat template: {error}")
-    except UserError as error:
-        raise UserError(f"{record.where}: {error}") from error
-
-
-def _encoder(tokenizer: transformers.PreTrainedTokenizerBase) -> tokenizers.Tokenizer:
-    """The tokenizer with exact offsets: a byte-level post-processor may trim the spaces off a token's offsets."""
-    if not tokenizer.is_fast:
-        raise UserError(f"{tokenizer.name_or_path}: the tokenizer gives no offsets; it needs a tokenizer.json")
-    encoder = tokenizers.Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-    encoder.post_processor = None
-    encoder.no_truncation()
-    encoder.no_padding()
-    return encoder
-
-
-def _masked(encoding: tokenizers.Encoding, spans: list[tuple[int, int]], length: int) -> tuple[np.ndarray, np.ndarray]:
-    offsets = np.array(encoding.offsets, np.int64).reshape(-1, 2)[:length]
-    first, last = offsets[:, 0], offsets[:, 1]
-    mask = np.zeros(len(offsets), np.int32)
-    for start, end in spans:
-        inside = (first >= start) & (last <= end)
-        # Without characters (a prefix that the tokenizer inserts) a token at an edge belongs to what lies outside.
-        empty_at_edge = (first == last) & ((first == start) | (last == end))
-        mask |= inside & ~empty_at_edge
-    return np.array(encoding.ids[:length], np.int32), mask
-
-
-def _pad(ids: list[str], token_ids: list[np.ndarray], loss_masks: list[np.ndarray], length: int) -> Rows:
-    arrays = {name: np.zeros((len(ids), length), np.int32) for name in FIELDS}
-    for row, (tokens, mask) in enumerate(zip(token_ids, loss_masks, strict=True)):
-        count = len(tokens)
-        arrays["token_ids"][row, :count] = tokens
-        arrays["loss_mask"][row, :count] = mask
-        arrays["segment_ids"][row, :count] = 1
-        arrays["positions"][row, :count] = np.arange(count)
-    return Rows(arrays, ids)

@@ -11,10 +11,10 @@ import grain
 import numpy as np
 
 from osprey_jax.command import UserError
-from osprey_jax.data.rows import Rows
+from osprey_jax.data.rows import FIELDS, Rows
 
-# Rows lie in memory: two threads are enough to have the next batches stacked while a step runs.
-_PREFETCH = grain.ReadOptions(num_threads=2, prefetch_buffer_size=4)
+# Threads have the next batches read, unpacked and stacked while a step runs.
+_PREFETCH = grain.ReadOptions(num_threads=4, prefetch_buffer_size=8)
 
 
 def batches(
@@ -55,10 +55,10 @@ def eval_batches(
     """
     own = _own_rows(rows, batch_size, process_count)
     for first in range(process_index * own, len(rows) + process_index * own, batch_size):
-        row = np.arange(first, first + own, dtype=np.int32)
-        row[row >= len(rows)] = -1
-        batch = {name: np.where(row[:, None] >= 0, array[row], 0) for name, array in rows.arrays.items()}
-        yield batch | {"row": row}
+        read = [rows[row] for row in range(first, min(first + own, len(rows)))]
+        empty = {name: np.zeros(rows.length, np.int32) for name in FIELDS} | {"row": np.int32(-1)}
+        read += [empty] * (own - len(read))
+        yield {name: np.stack([row[name] for row in read]) for name in empty}
 
 
 def _own_rows(rows: Rows, batch_size: int, process_count: int) -> int:

@@ -1,22 +1,25 @@
-"""A draft vocabulary smaller than the target's: the tokens that the data supervises most."""
+"""A draft vocabulary smaller than the target's: the tokens that the data supervises most. V: target vocabulary."""
 
 import numpy as np
 
-from osprey_jax.command import UserError
-from osprey_jax.data.rows import Rows
 
-
-def most_frequent_tokens(rows: Rows, size: int, vocab_size: int) -> tuple[np.ndarray, float]:
-    """(target ids of the `size` most frequent supervised tokens, ascending int32; share of supervised tokens covered).
+def most_frequent_tokens(count_V: np.ndarray, size: int) -> tuple[np.ndarray, float]:
+    """(target ids of the `size` most frequent tokens, ascending int32; their share of all that is counted).
 
     Ties go to the smaller id.
 
+    Args:
+      count_V: how often the data supervises each target token, integers.
+
     Raises:
-      UserError: `size` exceeds the target's vocabulary.
+      ValueError: `size` is not within 1..V.
     """
-    if size > vocab_size:
-        raise UserError(f"draft_vocab_size {size} exceeds the target's vocabulary of {vocab_size}")
-    supervised = rows.arrays["token_ids"][rows.arrays["loss_mask"] > 0]
-    count = np.bincount(supervised, minlength=vocab_size)
-    chosen = np.sort(np.argsort(-count, kind="stable")[:size])
-    return chosen.astype(np.int32), float(count[chosen].sum() / max(count.sum(), 1))
+    if not 1 <= size <= len(count_V):
+        raise ValueError(f"size {size} is not within 1..{len(count_V)}")
+    target_ids = np.sort(np.argsort(-count_V, kind="stable")[:size]).astype(np.int32)
+    return target_ids, coverage(count_V, target_ids)
+
+
+def coverage(count_V: np.ndarray, target_ids: np.ndarray) -> float:
+    """Share of the supervised tokens that are among `target_ids`; 0 where none is supervised."""
+    return float(count_V[target_ids].sum() / max(count_V.sum(), 1))

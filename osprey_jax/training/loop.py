@@ -22,11 +22,12 @@ from tqdm import tqdm
 
 from osprey_jax.command import UserError
 from osprey_jax.config import Run
-from osprey_jax.data.conversations import write_rejections
 from osprey_jax.data.pipeline import batches, eval_batches
+from osprey_jax.data.rows import REJECTED
 from osprey_jax.data.tokenizer import copy_tokenizer
 from osprey_jax.files import write_json, write_text
 from osprey_jax.kernels.precision import exact_products
+from osprey_jax.reports.data import describe
 from osprey_jax.training.checkpoint import Checkpoints, saved_steps
 from osprey_jax.training.mesh import BOTH, rows_over
 from osprey_jax.training.optimizer import learning_rate, make_optimizer
@@ -37,7 +38,7 @@ from osprey_jax.training.state import abstract_state, make_eval_step, make_train
 FREE_KEYS = {
     **dict.fromkeys(("run_dir", "log_every", "eval_every", "checkpoints", "mesh", "accumulation", "loss_chunk"), True),
     "ttt": {"loss_chunk"},
-    "data": {"train", "eval"},  # the rows have a fingerprint
+    "data": {"train", "eval", "cache_dir", "processes"},  # the rows have a fingerprint
 }
 
 
@@ -45,7 +46,7 @@ def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
     """Run `stage` to its last step, going on from the newest intact checkpoint of `config.run_dir`.
 
     SIGTERM and SIGINT save and return. Writes `config.yaml`, `model/`, `checkpoints/`, `metrics.jsonl`,
-    `tensorboard/` and, of conversations, `rejected.jsonl`.
+    `tensorboard/` and, `rejected.jsonl`.
 
     Raises:
       UserError: the run directory belongs to something else, or the loss stopped being finite.
@@ -88,13 +89,15 @@ def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
         )
         unread: _Unread | None = None
         for step in range(start + 1, steps + 1):
+            asked = time.perf_counter()
             batch = next(source)
+            waited = time.perf_counter() - asked
             row_numbers = batch.pop("row")
             tokens = int(np.count_nonzero(batch["segment_ids"])) * jax.process_count()
             state, metrics = train_step(state, stage.frozen, _place(batch, mesh, config.accumulation))
             if unread is not None:
                 unread.read(stage, log)
-            unread = _Unread(step, metrics, row_numbers, tokens, float(rate(step - 1)))
+            unread = _Unread(step, metrics, row_numbers, tokens, waited, float(rate(step - 1)))
 
             last, stopping = step == steps, stopped()
             evaluates = last or (config.eval_every is not None and step % config.eval_every == 0)
@@ -142,19 +145,20 @@ class _Unread:
     metrics: dict[str, jax.Array]
     row_numbers: np.ndarray
     tokens: int
+    waited: float  # seconds for the batch
     rate: float
 
     def read(self, stage: Stage, log: "_Log") -> None:
         """Log the step. `UserError` where its loss or gradient is not finite."""
         metrics = jax.device_get(self.metrics)
         if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["grad_norm"]):
-            ids = ", ".join(stage.rows.ids[i] for i in self.row_numbers[:16])
+            ids = ", ".join(name for row in self.row_numbers[:16] for name in stage.rows.records(row))
             raise UserError(
                 f"step {self.step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; nothing of it is "
                 f"saved. Its rows: {ids}. Lower optimizer.learning_rate, or look at these records"
             )
         values = stage.objective.report(metrics) | {"grad_norm": float(metrics["grad_norm"])}
-        log.update(self.step, values | {"learning_rate": self.rate}, self.tokens)
+        log.update(self.step, values | {"learning_rate": self.rate}, self.tokens, self.waited)
 
 
 def _place(batch: dict[str, np.ndarray], mesh: jax.sharding.Mesh, parts: int) -> dict[str, jax.Array]:
@@ -189,7 +193,8 @@ def _describe(config: Run, stage: Stage) -> None:
         write_text(run_dir / "config.yaml", yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False))
         write_json(run_dir / "model" / "config.json", stage.hf_config)
         copy_tokenizer(stage.tokenizer, run_dir / "model")
-        write_rejections(run_dir / "rejected.jsonl", stage.rejected)
+        rejected = [rows.directory / REJECTED for rows in (stage.rows, stage.eval_rows) if rows is not None]
+        write_text(run_dir / REJECTED, "".join(path.read_text(encoding="utf-8") for path in rejected))
 
 
 def _check_same_run(saved: dict, now: dict, run_dir: Path) -> None:
@@ -225,12 +230,11 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
 
 def _print_plan(config: Run, stage: Stage, mesh: jax.sharding.Mesh, steps: int, start: int) -> None:
     sizes = [math.prod(x.shape) for x in jax.tree.leaves(stage.abstract[0])]
-    supervised = int(stage.rows.arrays["loss_mask"].sum())
-    real = int(np.count_nonzero(stage.rows.arrays["segment_ids"]))
     lines = [
         f"{sum(sizes):,} trained parameters on {mesh.devices.size} device(s), data {mesh.shape['data']} x tensor "
         f"{mesh.shape['tensor']}, {config.compute_dtype}",
-        f"{len(stage.rows):,} rows of {stage.rows.length}: {real:,} tokens, {supervised:,} supervised",
+        f"data.train: {describe(stage.rows.report)}",
+        *([] if stage.eval_rows is None else [f"data.eval: {describe(stage.eval_rows.report)}"]),
         *stage.notes,
         f"steps {start}..{steps}, {config.batch_size} rows each in {config.accumulation} part(s)",
     ]
@@ -260,7 +264,7 @@ class _Log:
 
     def __init__(self, run_dir: Path, start: int, steps: int, every: int):
         self._every, self._steps, self._start = every, steps, start
-        self._tokens, self._since = 0, time.perf_counter()
+        self._tokens, self._waited, self._since = 0, 0.0, time.perf_counter()
         self._active = jax.process_index() == 0
         if self._active:
             path = run_dir / "metrics.jsonl"
@@ -270,16 +274,18 @@ class _Log:
             self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start)
         self._bar = tqdm(total=steps, initial=start, unit="step", disable=not self._active or not sys.stderr.isatty())
 
-    def update(self, step: int, values: dict[str, float], tokens: int) -> None:
-        self._tokens += tokens
+    def update(self, step: int, values: dict[str, float], tokens: int, waited: float) -> None:
+        self._tokens, self._waited = self._tokens + tokens, self._waited + waited
         self._bar.set_postfix_str(f"loss {values['loss']:.3f}", refresh=False)
         self._bar.update(step - self._bar.n)
         # The first step compiles: it says nothing of the speed.
         first = step == self._start + 1
         if step % self._every == 0 or first or step == self._steps:
             now = time.perf_counter()
-            speed = {} if first else {"tokens_per_second": self._tokens / (now - self._since)}
-            self._tokens, self._since = 0, now
+            passed = now - self._since
+            speed = {"tokens_per_second": self._tokens / passed, "data_wait": self._waited / passed}
+            speed = {} if first else speed
+            self._tokens, self._waited, self._since = 0, 0.0, now
             self._write("train", step, values | speed)
 
     def evaluation(self, step: int, values: dict[str, float]) -> None:
@@ -310,11 +316,11 @@ def _shown(values: dict[str, float]) -> str:
     """`loss 2.31  accuracy 0.42 0.35 0.31  1,234 tokens/s`: what belongs to the steps of an unroll in one place."""
     series: dict[str, list[str]] = {}
     for name, value in values.items():
-        if name not in ("learning_rate", "grad_norm", "tokens_per_second"):
+        if name not in ("learning_rate", "grad_norm", "tokens_per_second", "data_wait"):
             series.setdefault(name.rstrip("0123456789").rstrip("_"), []).append(f"{value:.3f}")
     parts = [f"{name} {' '.join(numbers)}" for name, numbers in series.items()]
     if "tokens_per_second" in values:
-        parts.append(f"{values['tokens_per_second']:,.0f} tokens/s")
+        parts.append(f"{values['tokens_per_second']:,.0f} tokens/s, {values['data_wait']:.1%} waiting for data")
     return "  ".join(parts)
 
 

@@ -7,15 +7,16 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 
 from osprey_jax.command import UserError
 from osprey_jax.config import DistillConfig, PretrainConfig
-from osprey_jax.data.conversations import Rejection, conversation_rows
+from osprey_jax.data.preparation import prepare
+from osprey_jax.data.recipes import ConversationRecipe, Recipe, TextRecipe
 from osprey_jax.data.rows import Rows
-from osprey_jax.data.text import text_rows
 from osprey_jax.data.tokenizer import check_tokenizer, load_tokenizer
-from osprey_jax.data.trimming import most_frequent_tokens
+from osprey_jax.data.trimming import coverage, most_frequent_tokens
 from osprey_jax.files import fingerprint, read_json
 from osprey_jax.models import hf, hf_config
 from osprey_jax.models.causal_lm import CausalLM
@@ -36,24 +37,41 @@ class Stage:
     frozen: Any  # what only the objective reads, on the devices
     rows: Rows
     eval_rows: Rows | None
-    rejected: list[Rejection]  # records dropped or cut
     hf_config: dict  # of the trained model, for export
     tokenizer: Path  # directory of its tokenizer
     fingerprints: dict[str, str]
     notes: list[str]  # what was derived, for the reader of the log
 
 
+def prepared(config: PretrainConfig | DistillConfig) -> tuple[Rows, Rows | None]:
+    """The rows of `data.train` and `data.eval`, from the cache or made now.
+
+    Raises:
+      UserError: as `prepare`; a row exceeds the model's positions, the tokenizer its vocabulary.
+    """
+    data, how = config.data, recipe(config)
+    source = config.target if isinstance(config, DistillConfig) else config.model.numbers_from
+    model = hf_config.transformer_config(source)
+    if data.length > model.max_position_embeddings:
+        limit = model.max_position_embeddings
+        raise UserError(f"data.length {data.length} exceeds max_position_embeddings {limit} of {source}")
+    check_tokenizer(load_tokenizer(how.tokenizer), model.vocab_size, str(how.tokenizer))
+    rows = prepare(data.train, how, data.cache_dir, data.processes)
+    return rows, prepare(data.eval, how, data.cache_dir, data.processes) if data.eval else None
+
+
+def recipe(config: PretrainConfig | DistillConfig) -> Recipe:
+    data = config.data
+    if isinstance(config, PretrainConfig):
+        return TextRecipe(config.model.tokenizer_from, data.length)
+    return ConversationRecipe(config.target, data.length, data.template_options, data.only_last_turn, data.packing)
+
+
 def pretrain(config: PretrainConfig, mesh: jax.sharding.Mesh) -> Stage:
     """Next-token prediction on text, from a checkpoint or from random values."""
     start = config.model
-    source = start.checkpoint or start.config
-    model_config = hf_config.transformer_config(source)
-    _check_length(config.data.length, model_config.max_position_embeddings, source)
-    tokenizer_dir = start.checkpoint or start.tokenizer
-    tokenizer = load_tokenizer(tokenizer_dir)
-    check_tokenizer(tokenizer, model_config.vocab_size, str(tokenizer_dir))
-    rows = text_rows(config.data.train, tokenizer, config.data.length)
-    eval_rows = text_rows(config.data.eval, tokenizer, config.data.length) if config.data.eval else None
+    model_config = hf_config.transformer_config(start.numbers_from)
+    rows, eval_rows = prepared(config)
 
     model = hf.abstract_causal_lm(model_config)
     model_def, *_ = nnx.split(model, nnx.Param, ...)
@@ -73,10 +91,9 @@ def pretrain(config: PretrainConfig, mesh: jax.sharding.Mesh) -> Stage:
         frozen=None,
         rows=rows,
         eval_rows=eval_rows,
-        rejected=[],
-        hf_config=read_json(hf_config.config_path(source)),
-        tokenizer=tokenizer_dir,
-        fingerprints={"start": fingerprint(source), "tokenizer": fingerprint(tokenizer_dir)},
+        hf_config=read_json(hf_config.config_path(start.numbers_from)),
+        tokenizer=start.tokenizer_from,
+        fingerprints={"start": fingerprint(start.numbers_from), "tokenizer": fingerprint(start.tokenizer_from)},
         notes=[],
     )
 
@@ -85,17 +102,8 @@ def distill(config: DistillConfig, mesh: jax.sharding.Mesh) -> Stage:
     """A drafter learns its target's distributions, from a converted checkpoint or (EAGLE-3) from scratch."""
     target_config = hf_config.transformer_config(config.target)
     drafter_config, raw_config, taps = _drafter(config, target_config)
-    _check_length(config.data.length, target_config.max_position_embeddings, config.target)
-    tokenizer = load_tokenizer(config.target)
-    check_tokenizer(tokenizer, target_config.vocab_size, str(config.target))
-    data = config.data
-    rows, rejected, report = conversation_rows(data.train, tokenizer, data.length, data.template_options)
-    notes, eval_rows = [f"data.train: {report}"], None
-    if data.eval:
-        eval_rows, eval_rejected, report = conversation_rows(data.eval, tokenizer, data.length, data.template_options)
-        rejected = rejected + eval_rejected
-        notes.append(f"data.eval: {report}")
-    notes += [f"tap layers {list(taps)} of {target_config.num_layers}"]
+    rows, eval_rows = prepared(config)
+    notes = [f"tap layers {list(taps)} of {target_config.num_layers}"]
 
     model = hf.abstract_drafter(drafter_config)
     trained, frozen_embedding = trained_variables(drafter_config), not drafter_config.swap_h_and_emb
@@ -106,14 +114,17 @@ def distill(config: DistillConfig, mesh: jax.sharding.Mesh) -> Stage:
     target = hf.abstract_causal_lm(target_config)
     target_def, _ = nnx.split(target)
     compute_dtype = jnp.dtype(config.compute_dtype)
-    if config.drafter.scratch is not None and drafter_config.trims_vocabulary:
-        size, vocab_size = drafter_config.draft_vocab_size, target_config.vocab_size
-        target_ids, coverage = most_frequent_tokens(rows, size, vocab_size)
-        notes.append(f"draft vocabulary: {size} of {vocab_size} tokens, {coverage:.1%} of the supervised ones")
+    if drafter_config.trims_vocabulary:
+        counted_V = rows.supervised_count_V  # of the tokenizer, which has fewer ids than the target has rows
+        count_V = np.pad(counted_V, (0, target_config.vocab_size - len(counted_V)))
+        target_ids, note = _draft_vocabulary(config.drafter.checkpoint, drafter_config, count_V)
+        notes.append(note)
 
     def values():
         if config.drafter.checkpoint is not None:
-            state = hf.load_parameters(model, config.drafter.checkpoint, shardings=shardings)
+            state = _load_drafter(config.drafter.checkpoint, mesh)
+            if drafter_config.trims_vocabulary and "target_ids" not in state:
+                state = _trim_head(state, target_ids, shardings)
         else:
             state = _random(lambda: Drafter(drafter_config, rngs=nnx.Rngs(config.seed)), shardings)
             if drafter_config.trims_vocabulary:
@@ -131,7 +142,6 @@ def distill(config: DistillConfig, mesh: jax.sharding.Mesh) -> Stage:
         frozen=hf.load_parameters(target, config.target, dtype=compute_dtype, shardings=target_shardings),
         rows=rows,
         eval_rows=eval_rows,
-        rejected=rejected,
         hf_config=raw_config,
         tokenizer=config.target,
         fingerprints={
@@ -144,7 +154,9 @@ def distill(config: DistillConfig, mesh: jax.sharding.Mesh) -> Stage:
 
 def _drafter(config: DistillConfig, target) -> tuple[DrafterConfig, dict, tuple[int, int, int]]:
     """(drafter's numbers, its `config.json` to be, tap layers), checked against the target."""
-    checkpoint, scratch = config.drafter.checkpoint, config.drafter.scratch
+    checkpoint, scratch, size = config.drafter.checkpoint, config.drafter.scratch, config.drafter.draft_vocab_size
+    if size is not None and size > target.vocab_size:
+        raise UserError(f"drafter.draft_vocab_size {size} exceeds the target's vocabulary of {target.vocab_size}")
     if checkpoint is not None:
         drafter = hf_config.drafter_config(checkpoint)
         hf_config.check_fits_target(drafter, target, str(checkpoint))
@@ -153,9 +165,15 @@ def _drafter(config: DistillConfig, target) -> tuple[DrafterConfig, dict, tuple[
                 f"tap_layers {list(config.tap_layers)} contradict those of {checkpoint}, {list(drafter.tap_layers)}; "
                 "leave the key out or convert again"
             )
-        raw = read_json(hf_config.config_path(checkpoint))
+        if drafter.trims_vocabulary and size not in (None, drafter.draft_vocab_size):
+            raise UserError(
+                f"drafter.draft_vocab_size {size} contradicts {checkpoint}, which keeps its own draft vocabulary of "
+                f"{drafter.draft_vocab_size} tokens; leave the key out or convert again"
+            )
+        drafter = dataclasses.replace(drafter, draft_vocab_size=size or drafter.draft_vocab_size)
+        raw = read_json(hf_config.config_path(checkpoint)) | {"draft_vocab_size": drafter.draft_vocab_size}
     else:
-        drafter, raw = hf_config.scratch_drafter_config(target, scratch.num_layers, scratch.draft_vocab_size), {}
+        drafter, raw = hf_config.scratch_drafter_config(target, scratch.num_layers, size), {}
     taps = hf_config.check_tap_layers(config.tap_layers or drafter.tap_layers, target.num_layers)
     raw = raw or hf_config.drafter_hf_config(drafter, taps)
     raw["eagle_config"] = {"eagle_aux_hidden_state_layer_ids": list(taps), "use_aux_hidden_state": True}
@@ -165,11 +183,37 @@ def _drafter(config: DistillConfig, target) -> tuple[DrafterConfig, dict, tuple[
     return drafter, raw, taps
 
 
+def _draft_vocabulary(checkpoint: Path | None, drafter: DrafterConfig, count_V: np.ndarray) -> tuple[np.ndarray, str]:
+    """(target ids of a trimmed draft vocabulary, what it covers): the checkpoint's own, else the most frequent tokens.
+
+    Args:
+      count_V: how often the training data supervises each target token.
+    """
+    if checkpoint is not None and hf_config.drafter_config(checkpoint).trims_vocabulary:
+        target_ids, origin = hf.read_vocabulary_map(hf.TensorFiles(checkpoint), drafter), "of the checkpoint"
+        covered = coverage(count_V, target_ids)
+    else:
+        (target_ids, covered), origin = most_frequent_tokens(count_V, drafter.draft_vocab_size), "most frequent"
+    size = f"{len(target_ids)} of {len(count_V)} tokens"
+    return target_ids, f"draft vocabulary ({origin}): {size}, {covered:.1%} of the supervised ones"
+
+
+def _load_drafter(checkpoint: Path, mesh: jax.sharding.Mesh) -> nnx.State:
+    """A drafter checkpoint's state with the vocabulary that it has."""
+    model = hf.abstract_drafter(hf_config.drafter_config(checkpoint))
+    shardings = parameter_shardings(nnx.state(model), mesh, trained=True)
+    return hf.load_parameters(model, checkpoint, shardings=shardings)
+
+
+def _trim_head(state: nnx.State, target_ids: np.ndarray, shardings: nnx.State) -> nnx.State:
+    """An untrimmed drafter's state with the rows `target_ids` of its head alone, and the map; in `shardings`."""
+    head, sharding = state["lm_head"]["weight"], shardings["lm_head"]["weight"].get_value()
+    head.set_value(jax.jit(lambda head_VxH: head_VxH[target_ids], out_shardings=sharding)(head.get_value()))
+    map_sharding = shardings["target_ids"]
+    state["target_ids"] = map_sharding.replace(jax.device_put(target_ids, map_sharding.get_value()))
+    return state
+
+
 def _random(make: Callable[[], nnx.Module], shardings: nnx.State) -> nnx.State:
     """A fresh model's state, created in its sharding; the values do not depend on it."""
     return jax.jit(lambda: nnx.state(make()), out_shardings=shardings)()
-
-
-def _check_length(length: int, limit: int, where: Path) -> None:
-    if length > limit:
-        raise UserError(f"data.length {length} exceeds max_position_embeddings {limit} of {where}")

@@ -4,25 +4,20 @@ import gzip
 import json
 import pickle
 
-import numpy as np
 import pytest
 
 from osprey_jax.command import UserError
 from osprey_jax.data.conversations import (
     Record,
     Rejection,
-    _masked,
     asking_messages,
     block_records,
-    conversation_rows,
     parse_record,
     prompt_messages,
     read_records,
     write_rejections,
 )
 from osprey_jax.data.records import Block, read_blocks
-from osprey_jax.data.tokenizer import load_tokenizer
-from tests.data.rendering import tokenize
 
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
@@ -366,131 +361,6 @@ def test_prompts():
     assert prompt_messages(messages) == [system, USER]
     assert prompt_messages([USER]) == [USER]
     assert asking_messages(messages) == [system, USER, USER]
-
-
-# ---- tokens and rows
-
-
-def test_tokens_without_characters(make_tokenizer):
-    """At a span's edge they belong to what lies outside, within it to the span."""
-    encoding = make_tokenizer().backend_tokenizer.encode("no  yes  no")  # the offsets leave spaces out
-    assert encoding.tokens == ["no", "Ġ", "Ġyes", "Ġ", "Ġno"]
-    assert encoding.offsets == [(0, 2), (3, 3), (4, 7), (8, 8), (9, 11)]
-    assert _masked(encoding, [(3, 11)], 100)[1].tolist() == [0, 0, 1, 1, 1]
-    assert _masked(encoding, [(0, 8)], 100)[1].tolist() == [1, 1, 1, 0, 0]
-
-
-@pytest.fixture
-def rows(tmp_path, make_tokenizer):
-    """`rows(lines, length)`: `conversation_rows` of a file with these lines, in ChatML."""
-
-    def rows(lines, length, template=CHATML):
-        (tmp_path / "a.jsonl").write_bytes(b"".join(lines))
-        return conversation_rows([str(tmp_path / "a.jsonl")], make_tokenizer(template), length)
-
-    return rows
-
-
-def test_rows_golden(golden):
-    """Rows of the golden conversations: the rendering's tokens, the answers under the mask, padding of zeros."""
-    tokenizer = load_tokenizer(golden / "target")
-    rows, rejections, report = conversation_rows([str(golden / "train.jsonl")], tokenizer, 400)
-    records = [json.loads(line) for line in (golden / "train.jsonl").read_text().splitlines()]
-    assert rejections == [] and rows.ids == [record["id"] for record in records]
-    assert all(array.shape == (len(records), 400) and array.dtype == np.int32 for array in rows.arrays.values())
-    for index, record in enumerate(records):
-        row, turns = rows[index], record["conversations"]
-        count = row["segment_ids"].sum()
-        text = "".join(f"<|im_start|>{turn['role']}\n{turn['content']}<|im_end|>\n" for turn in turns)
-        answers = "".join(turn["content"] + "<|im_end|>" for turn in turns if turn["role"] == "assistant")
-        assert tokenizer.decode(row["token_ids"][:count]) == text
-        assert tokenizer.decode(row["token_ids"][row["loss_mask"] == 1]) == answers
-        assert row["segment_ids"].tolist() == [1] * count + [0] * (400 - count)
-        assert row["positions"].tolist() == [*range(count)] + [0] * (400 - count)
-        assert not row["token_ids"][count:].any() and not row["loss_mask"][count:].any()
-    assert (report.read, report.used, report.cut, report.dropped) == (len(records), len(records), 0, {})
-    assert report.tokens == rows.arrays["segment_ids"].sum()
-    assert report.supervised == rows.arrays["loss_mask"].sum()
-
-
-def test_more_records_than_a_batch_of_the_tokenizer(rows, make_tokenizer):
-    """Nothing is lost or moved at a batch's end, and every row equals its record's own tokens."""
-    contents = [f"yes {number}" for number in range(600)]
-    made, _, report = rows([line([USER, {"role": "assistant", "content": c}], id=c) for c in contents], 64)
-    assert made.ids == contents and report.used == 600
-    for index in (0, 255, 256, 511, 512, 599):
-        token_ids, mask = tokenize(
-            make_tokenizer(CHATML), [USER, {"role": "assistant", "content": contents[index]}], 64
-        )
-        assert made[index]["token_ids"][: len(token_ids)].tolist() == token_ids.tolist()
-        assert made[index]["loss_mask"][: len(mask)].tolist() == mask.tolist()
-
-
-def test_cut(rows, make_tokenizer):
-    """A record longer than a row is cut, counted, and kept while something in it is supervised."""
-    token_ids, mask = tokenize(make_tokenizer(CHATML), PAIR, 100)
-    first = int(mask.argmax())
-    made, rejections, report = rows([line(PAIR)], first + 1)
-    assert made.arrays["token_ids"][0].tolist() == token_ids[: first + 1].tolist()
-    (listed,) = rejections
-    assert listed.id == "x" and listed.reason == f"cut at {first + 1} of {len(token_ids)} tokens"
-    assert (report.used, report.cut, report.supervised, report.dropped) == (1, 1, 1, {})
-    _, _, exact = rows([line(PAIR)], len(token_ids))
-    assert exact.cut == 0
-
-
-def test_answer_that_a_limit_cut(rows):
-    """Where `regenerate` says that a turn was cut, its terminator is not supervised."""
-    for reasons, unfinished in ((["stop"], 0), (["length"], 1), (None, 0)):
-        _, _, whole = rows([line(PAIR)], 64)
-        _, _, report = rows([line(PAIR, finish_reasons=reasons)], 64)
-        assert whole.supervised - report.supervised == unfinished
-
-
-def test_reasons(rows):
-    """Every record not used is listed in the order of the file and counted by reason."""
-    long = [{"role": "user", "content": "no " * 100}, ASSISTANT]
-    lines = [
-        b"{\n",
-        line([], id="e"),
-        line([USER], id="u"),
-        line(long, id="l"),
-        line([*PAIR, *PAIR], id="r"),
-        line(PAIR),
-    ]
-    template = CHATML + "{% if messages | length == 4 %}{{ raise_exception('odd') }}{% endif %}"
-    made, rejections, report = rows(lines, 40, template)
-    nothing = "nothing supervised within the length"
-    assert made.ids == ["x"]
-    assert [(rejection.id, rejection.reason) for rejection in rejections[1:]] == [
-        ("e", "no assistant turn"),
-        ("u", "no assistant turn"),
-        ("l", nothing),
-        ("r", "refused by the chat template: odd"),
-    ]
-    assert report.dropped == {
-        "malformed JSON": 1,
-        "no assistant turn": 2,
-        nothing: 1,
-        "refused by the chat template: odd": 1,
-    }
-    assert (report.read, report.used) == (6, 1)
-
-
-def test_nothing_usable(rows):
-    """A run without one usable record is an error that says why."""
-    with pytest.raises(UserError, match=r"among 3 records \(no assistant turn: 2, malformed JSON: 1\)"):
-        rows([line([USER]), line([]), b"{"], 40)
-    with pytest.raises(UserError, match="empty"):
-        rows([b"\n"], 40)
-
-
-def test_unreadable_template_names_the_record(rows):
-    """A turn that cannot be located stops the run with the record's place."""
-    with pytest.raises(UserError, match=r"a\.jsonl:2: .*cannot be read"):
-        rows(
-            [line(PAIR), line([*PAIR, *PAIR])], 40, CHATML + "{% if messages[2] %}{{ messages[1].content }}{% endif %}"
-        )
 
 
 def test_write_rejections(tmp_path):

@@ -1,0 +1,166 @@
+"""How blocks of data files become rows: one recipe for conversations, one for plain text.
+
+A recipe is what rows depend on beside the data itself. It travels to the processes that work, where `open` makes the
+function that turns a block into rows.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from osprey_jax.command import UserError
+from osprey_jax.data.conversations import block_records
+from osprey_jax.data.encoding import ConversationEncoder
+from osprey_jax.data.packing import best_fit
+from osprey_jax.data.records import Block, Rejection
+from osprey_jax.data.rows import Row
+from osprey_jax.data.text import block_documents
+from osprey_jax.data.tokenizer import TOKENIZER_FILES, load_tokenizer, rows_needed
+from osprey_jax.files import fingerprint
+
+_BATCH = 256  # records tokenized at one time
+
+
+@dataclasses.dataclass(frozen=True)
+class BlockRows:
+    """The rows of blocks, and what became of their records."""
+
+    rows: list[Row]
+    rejections: list[Rejection]  # dropped
+    cut: list[Rejection]  # used, but not to their end
+    lengths: list[int]  # of the records used, in tokens, before a cut
+
+
+Opened = tuple[Callable[[list[Block]], BlockRows], int]  # (blocks -> rows, the tokenizer's number of ids)
+
+
+class Recipe(Protocol):
+    tokenizer: Path  # a directory
+    length: int  # tokens a row
+
+    def facts(self) -> dict[str, Any]:
+        """What the rows depend on, as JSON."""
+
+    def open(self) -> Opened:
+        """Raises `UserError` where the tokenizer cannot be used."""
+
+
+@dataclasses.dataclass(frozen=True)
+class ConversationRecipe:
+    """Conversations through the chat template; the assistant's turns are supervised."""
+
+    tokenizer: Path
+    length: int
+    template_options: dict[str, Any]
+    only_last_turn: bool  # supervise no other
+    packing: bool  # several a row, each a segment; else one a row, in the order of the records
+
+    def facts(self) -> dict[str, Any]:
+        return _facts(self)
+
+    def open(self) -> Opened:
+        tokenizer = load_tokenizer(self.tokenizer)
+        encoder = ConversationEncoder(tokenizer, self.length, self.template_options, self.only_last_turn)
+
+        def rows(blocks: list[Block]) -> BlockRows:
+            used, rejections, cut = [], [], []
+            for item in _encoded(encoder, itertools.chain.from_iterable(map(block_records, blocks))):
+                if isinstance(item, Rejection):
+                    rejections.append(item)
+                    continue
+                used.append(item)
+                if item.whole > self.length:
+                    cut.append(Rejection(item.where, item.id, f"cut at {self.length} of {item.whole} tokens"))
+            lengths = [len(item.token_ids) for item in used]
+            bins = best_fit(lengths, self.length) if self.packing else [[i] for i in range(len(used))]
+            made = [
+                Row(
+                    np.concatenate([used[i].token_ids for i in row]),
+                    np.concatenate([used[i].loss_mask for i in row]),
+                    [lengths[i] for i in row],
+                    [used[i].id for i in row],
+                )
+                for row in bins
+            ]
+            return BlockRows(made, rejections, cut, [item.whole for item in used])
+
+        return rows, rows_needed(tokenizer)
+
+
+@dataclasses.dataclass(frozen=True)
+class TextRecipe:
+    """Documents, each followed by EOS, one after another in full rows; every token is supervised.
+
+    Of the rows made at one time only the last is not full. A document that does not fit goes on in the next row, as a
+    segment of its own with positions from 0.
+    """
+
+    tokenizer: Path
+    length: int
+
+    def facts(self) -> dict[str, Any]:
+        return _facts(self)
+
+    def open(self) -> Opened:
+        tokenizer = load_tokenizer(self.tokenizer)
+        eos = tokenizer.eos_token_id
+        if eos is None:
+            raise UserError(f"{self.tokenizer}: the tokenizer has no eos_token, which has to end every document")
+
+        def rows(blocks: list[Block]) -> BlockRows:
+            documents, rejections = [], []
+            for item in itertools.chain.from_iterable(map(block_documents, blocks)):
+                (rejections if isinstance(item, Rejection) else documents).append(item)
+            names, tokens = [document.where for document in documents], []
+            for batch in _batches(documents):
+                texts = [document.text for document in batch]
+                encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
+                for document, ids in zip(batch, encoded, strict=True):
+                    tokens.append(np.array([*ids, eos] if document.ends else ids, np.int32))
+            made = list(_full_rows(names, tokens, self.length))
+            return BlockRows(made, rejections, [], [len(ids) for ids in tokens])
+
+        return rows, rows_needed(tokenizer)
+
+
+def _facts(recipe: ConversationRecipe | TextRecipe) -> dict[str, Any]:
+    """The recipe's options, and its tokenizer by content."""
+    files = [recipe.tokenizer / name for name in TOKENIZER_FILES if (recipe.tokenizer / name).is_file()]
+    options = dataclasses.asdict(recipe) | {"tokenizer": fingerprint(*files)}
+    return {"recipe": type(recipe).__name__} | options
+
+
+def _encoded(encoder: ConversationEncoder, records: Iterable) -> Iterator:
+    """Each record's tokens, or why it is not used, in order."""
+    for batch in _batches(records):
+        encoded = iter(encoder.encode([item for item in batch if not isinstance(item, Rejection)]))
+        yield from (item if isinstance(item, Rejection) else next(encoded) for item in batch)
+
+
+def _batches(items: Iterable) -> Iterator[list]:
+    items = iter(items)
+    while batch := list(itertools.islice(items, _BATCH)):
+        yield batch
+
+
+def _full_rows(names: list[str], tokens: list[np.ndarray], length: int) -> Iterator[Row]:
+    pieces, ids, room = [], [], length
+    for name, rest in zip(names, tokens, strict=True):
+        while len(rest):
+            pieces.append(rest[:room])
+            ids.append(name)
+            room, rest = room - len(pieces[-1]), rest[room:]
+            if not room:
+                yield _taught(pieces, ids)
+                pieces, ids, room = [], [], length
+    if pieces:
+        yield _taught(pieces, ids)
+
+
+def _taught(pieces: list[np.ndarray], ids: list[str]) -> Row:
+    token_ids = np.concatenate(pieces)
+    return Row(token_ids, np.ones(len(token_ids), bool), [len(piece) for piece in pieces], ids)
