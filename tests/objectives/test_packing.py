@@ -135,6 +135,21 @@ def test_packed_equals_alone(name, target_ids, ttt):
     assert_same(*results)
 
 
+@pytest.mark.parametrize("supervision", ["released", "exact"])
+def test_supervised_by_definition(supervision):
+    """Record by record: step k at p is there where x[p+k] is in the mask, or x[p+1] to x[p+2+k] in one span."""
+    made, batch = records(), packed(records())
+    expected = np.zeros((STEPS, BATCH, LENGTH), bool)
+    for (_, mask), (row, columns) in zip(made, places(batch), strict=True):
+        for k in range(STEPS):
+            for p in range(len(mask) - k):
+                span = mask[p + 1 : p + 3 + k]
+                exact = len(span) == k + 2 and all(span)
+                expected[k, row, columns[p + k]] = mask[p + k] if supervision == "released" else exact
+    ttt = TTT(length=STEPS, supervision=supervision)
+    np.testing.assert_array_equal(supervised(batch, ttt), expected)
+
+
 # ---- no record reaches another
 
 
