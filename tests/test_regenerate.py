@@ -1,4 +1,4 @@
-import json
+import threading
 from pathlib import Path
 
 import pytest
@@ -11,6 +11,7 @@ from osprey_jax.decoding.journal import Journal
 from osprey_jax.decoding.requests import Request
 from osprey_jax.decoding.target import open_target
 from osprey_jax.regenerate import regenerate
+from tests.decoding.fake_server import FakeServer, read, write
 
 GOLDEN = Path(__file__).parent / "golden"
 TARGET = GOLDEN / "qwen3/target"
@@ -31,19 +32,11 @@ RECORDS = [
 ]
 
 
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 @pytest.fixture
 def config(tmp_path):
     write(tmp_path / "in.jsonl", RECORDS)
 
-    def make(**changes):
+    def make(without=(), **changes):
         values = {
             "target": TARGET,
             "input": [str(tmp_path / "in.jsonl")],
@@ -51,7 +44,7 @@ def config(tmp_path):
             "max_new_tokens": 12,
             "batch_size": 2,
         }
-        return RegenerateConfig(**values | changes)
+        return RegenerateConfig(**{key: value for key, value in (values | changes).items() if key not in without})
 
     return make
 
@@ -73,10 +66,58 @@ def test_the_target_writes_every_assistant_turn(config):
         assert len(answers) == len(record["finish_reasons"])
         for i, reason in zip(answers, record["finish_reasons"], strict=True):
             request = Request(target.prompt_ids(messages[:i]), 12)
-            completion = generate(model, [request], stop_ids=target.stop_ids)[0]
+            completion = generate(model, [request], stop_ids=target.stop_ids, rows=2)[0]
             assert messages[i]["content"] == target.text(completion.token_ids)
             assert reason == completion.finish_reason
     assert not list(config().output.parent.glob("*.partial"))
+
+
+def test_servers_and_this_process_write_the_same(config, capsys):
+    """The target behind HTTP: equal records, equal prompts to the token, cut where the context cuts."""
+    target = open_target(TARGET, {})
+    lengths = ("of " * count for count in range(600))
+    near = next(t for t in lengths if len(target.prompt_ids([{"role": "user", "content": t}])) >= 500)
+    write(Path(config().input[0]), [*RECORDS, {"id": "near", "conversations": [{"role": "user", "content": near}]}])
+    model, lock = target.load("float32"), threading.Lock()
+
+    def answer(body):
+        prompt = target.prompt_ids(body["messages"])
+        with lock:
+            completion = generate(model, [Request(prompt, body["max_tokens"])], stop_ids=target.stop_ids, rows=2)[0]
+        message = {"role": "assistant", "content": target.text(completion.token_ids)}
+        count = len(completion.token_ids)
+        return {
+            "message": message,
+            "finish_reason": completion.finish_reason,
+            "tokens": count,
+            "prompt_tokens": len(prompt),
+        }
+
+    regenerate(config())
+    fake = FakeServer(context=target.context)
+    fake.answer = answer
+    behind = config(output=config().output.with_name("servers.jsonl"), servers=[fake.url], without=["batch_size"])
+    regenerate(behind)
+    fake.stop()
+    assert behind.output.read_text() == config().output.read_text()
+    assert len(read(behind.output)) == 4 and len(fake.bodies) == 5
+    assert min(body["max_tokens"] for body in fake.bodies) < 12
+    assert "another tokenizer" not in capsys.readouterr().err
+
+
+def test_keys_that_contradict_each_other(config):
+    """What is of servers says nothing of a target in this process, and the other way round."""
+    for wrong, named in [
+        ({"servers": ["http://a:1"]}, "batch_size is of a target in this process"),
+        ({"servers": ["http://a:1"], "compute_dtype": "float32"}, "batch_size and compute_dtype"),
+        ({"concurrency": 4}, "concurrency is of servers, and none is named"),
+        ({"timeout": 4.0}, "timeout is of servers"),
+        ({"servers": ["a:1"], "without": ["batch_size"]}, "'a:1' is no base URL"),
+        ({"servers": ["http://a:1", "http://a:1/v1/"], "without": ["batch_size"]}, "http://a:1 is named twice"),
+    ]:
+        with pytest.raises(ValueError, match=named):
+            config(**wrong)
+    assert config(servers=["https://a/x/v1"], without=["batch_size"]).servers == ["https://a/x"]
 
 
 def test_a_killed_run_goes_on_where_it_stopped(config, monkeypatch):
@@ -112,8 +153,8 @@ def test_a_killed_run_goes_on_where_it_stopped(config, monkeypatch):
 def test_sampling_does_not_depend_on_the_batch(config):
     """A record's random numbers come from the seed, its id and the turn."""
     outputs = []
-    for size in (1, 3):
-        made = config(temperature=1.5, batch_size=size, output=config().output.with_name(f"{size}.jsonl"))
+    for size in (2, 3):
+        made = config(temperature=1.5, top_p=0.9, batch_size=size, output=config().output.with_name(f"{size}.jsonl"))
         regenerate(made)
         outputs.append(read(made.output))
     assert outputs[0] == outputs[1]

@@ -13,6 +13,7 @@ import threading
 import time
 from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from pathlib import Path
 
 
 def echo(body: dict) -> dict:
@@ -22,6 +23,34 @@ def echo(body: dict) -> dict:
     finish_reason = "length" if digest < "4" else "stop"
     return {"message": {"role": "assistant", "content": f"{digest} to {body['messages'][-1]['content']}"},
             "finish_reason": finish_reason, "tokens": 7}  # fmt: skip
+
+
+RECORDS = [
+    {"id": f"r{i}", "conversations": [{"role": "user", "content": f"question {i}.{turn}"} for turn in range(1 + i % 3)]}
+    for i in range(12)
+]
+
+
+def write(path: Path, records: list[dict]) -> None:
+    path.write_text("".join(json.dumps(record) + "\n" for record in records))
+
+
+def read(path: Path) -> list[dict]:
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def answered(records: list[dict] = RECORDS) -> list[dict]:
+    """What an undisturbed server makes of `records`, of 16 tokens at most each turn."""
+    out = []
+    for record in records:
+        messages, reasons = [], []
+        for turn in record["conversations"]:
+            messages = [*messages, turn]
+            made = echo({"messages": messages, "max_tokens": 16})
+            messages = [*messages, made["message"]]
+            reasons.append(made["finish_reason"])
+        out.append(record | {"conversations": messages, "finish_reasons": reasons})
+    return out
 
 
 class FakeServer:
@@ -101,6 +130,7 @@ class _Server(ThreadingHTTPServer):
 
 class _Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
+    disable_nagle_algorithm = True  # which makes an answer 40 ms late
     server_fake: FakeServer
 
     def setup(self):

@@ -4,7 +4,6 @@ import types
 import pytest
 
 from osprey_jax.command import UserError
-from osprey_jax.decoding.chat import token_limit
 from osprey_jax.decoding.requests import (
     PREFILL_CHUNK,
     Request,
@@ -28,14 +27,6 @@ def test_few_shapes():
     assert len(buckets) <= 9
     assert all(b % PREFILL_CHUNK == 0 or PREFILL_CHUNK % b == 0 for b in buckets)
     assert (limit_bucket(1), limit_bucket(32), limit_bucket(33), limit_bucket(0)) == (32, 32, 64, 0)
-
-
-def test_limit_near_the_end_of_the_context():
-    """SGLang's rule: two places stay free, and a prompt within six of the end is refused."""
-    assert token_limit(10, 50, 100) == 50
-    assert token_limit(60, 50, 100) == 38
-    assert token_limit(93, 50, 100) == 5
-    assert token_limit(94, 50, 100) is None
 
 
 def write(folder, name, value):

@@ -1,45 +1,30 @@
 """The pool, through the command: real HTTP, faults injected."""
 
 import json
+import shutil
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
 
 import pytest
 
+from osprey_jax.command import UserError
 from osprey_jax.config import RegenerateConfig
-from osprey_jax.decoding import endpoint
+from osprey_jax.decoding import endpoint, servers
 from osprey_jax.regenerate import regenerate
-from tests.decoding.fake_server import FakeServer, echo
+from tests.decoding.fake_server import RECORDS, FakeServer, answered, echo, read, write
+from tests.decoding.test_chat import THINKING
 
 TARGET = Path(__file__).parents[1] / "golden/qwen3/target"
 
-RECORDS = [
-    {"id": f"r{i}", "conversations": [{"role": "user", "content": f"question {i}.{turn}"} for turn in range(1 + i % 3)]}
-    for i in range(12)
-]
 
-
-def write(path, records):
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-
-
-def read(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
-def answered(records=RECORDS):
-    """What an undisturbed server makes of `records`."""
-    out = []
-    for record in records:
-        messages, reasons = [], []
-        for turn in record["conversations"]:
-            messages = [*messages, turn]
-            made = echo({"messages": messages, "max_tokens": 16})
-            messages = [*messages, made["message"]]
-            reasons.append(made["finish_reason"])
-        out.append(record | {"conversations": messages, "finish_reasons": reasons})
-    return out
+def with_template(tmp_path, template):
+    """The target's tokenizer with another template."""
+    shutil.copytree(TARGET, tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "target/chat_template.jinja").write_text(template)
+    return tmp_path / "target"
 
 
 @pytest.fixture(autouse=True)
@@ -140,3 +125,265 @@ def test_a_dead_server_is_taken_out_and_taken_back(start, config, capsys):
     said = capsys.readouterr().err
     assert f"{dying.url}: out (" in said and f"{dying.url}: in again" in said
     assert len(dying.bodies) > 30
+
+
+def test_no_more_at_a_time_than_allowed(start, config):
+    """Each server is kept busy, with at most `concurrency` requests."""
+    fakes = [start(), start()]
+    for fake in fakes:
+        fake.delay = 0.05
+    regenerate(config(*fakes))
+    assert [fake.most for fake in fakes] == [3, 3]
+
+
+def test_what_is_asked(start, config, tmp_path):
+    """A turn's seed is its own; nothing is left to the model's generation_config; the history holds all answers."""
+    write(tmp_path / "reversed.jsonl", RECORDS[::-1])
+    seeds = []
+    for name, changes in [("in", {}), ("reversed", {}), ("in", {"seed": 1})]:
+        fake = start()
+        more = {"temperature": 0.7, "top_p": 0.9} | changes
+        regenerate(
+            config(fake, input=[str(tmp_path / f"{name}.jsonl")], output=tmp_path / f"{len(seeds)}.jsonl", **more)
+        )
+        seeds.append({json.dumps(body["messages"]): body["seed"] for body in fake.bodies})
+        for body in fake.bodies:
+            assert (body["model"], body["max_tokens"], body["temperature"], body["top_p"]) == ("golden", 16, 0.7, 0.9)
+            assert (body["top_k"], body["min_p"], body["repetition_penalty"]) == (-1, 0, 1)
+            assert "chat_template_kwargs" not in body
+    assert seeds[0] == seeds[1]
+    assert not set(seeds[0].values()) & set(seeds[2].values())
+    assert len(set(seeds[0].values())) == len(seeds[0]) == sum(len(record["conversations"]) for record in RECORDS)
+
+
+def test_template_options_reach_the_server(start, config, tmp_path):
+    target = with_template(tmp_path, "{% if loud %}!{% endif %}" + (TARGET / "chat_template.jinja").read_text())
+    fake = start()
+    regenerate(config(fake, target=target, template_options={"loud": True}))
+    assert all(body["chat_template_kwargs"] == {"loud": True} for body in fake.bodies)
+
+
+def test_reasoning_is_kept_apart(start, config, tmp_path):
+    """With the server's parser and without, a record has the same thinking; the history that is asked holds it."""
+    target = with_template(tmp_path, THINKING)
+    separated = {"role": "assistant", "reasoning_content": "\nhm\n", "content": "\n\nyes"}
+    whole = {"role": "assistant", "content": "<think>\nhm\n</think>\n\nyes"}
+    for message in (separated, whole):
+        fake = start()
+        fake.answer = lambda body, message=message: {"message": message, "finish_reason": "stop", "tokens": 3}
+        made = config(fake, target=target)
+        regenerate(made)
+        answer = {"role": "assistant", "reasoning_content": "hm", "content": "yes"}
+        for record, source in zip(read(made.output), RECORDS, strict=True):
+            assert record["conversations"] == [part for turn in source["conversations"] for part in (turn, answer)]
+        assert all(set(map(len, body["messages"][1::2])) <= {3} for body in fake.bodies)
+        assert {len(body["messages"]) for body in fake.bodies} == {1, 3, 5}
+        made.output.unlink()
+
+
+def test_an_answer_cut_in_its_thinking(start, config):
+    """There may be no content at all."""
+    fake = start()
+    message = {"role": "assistant", "reasoning_content": "hm", "content": None}
+    fake.answer = lambda body: {"message": message, "finish_reason": "length", "tokens": 16}
+    regenerate(config(fake))
+    assert read(config(fake).output)[0]["conversations"][1] == message | {"content": ""}
+
+
+def test_too_long_for_the_context(start, config, tmp_path):
+    """The server's context counts: a prompt beyond it is not asked, near its end fewer tokens are."""
+    texts = {"long": "x" * 60, "near": "x" * 20, "short": "x"}
+    write(
+        tmp_path / "in.jsonl", [{"id": n, "conversations": [{"role": "user", "content": t}]} for n, t in texts.items()]
+    )
+    fake = start(context=48)
+    regenerate(config(fake))
+    asked = {body["messages"][0]["content"]: body["max_tokens"] for body in fake.bodies}
+    assert texts["long"] not in asked and 0 < asked[texts["near"]] < 16 == asked["x"]
+    [rejected] = read(tmp_path / "out.jsonl.rejected")
+    assert (rejected["id"], rejected["reason"]) == ("long", "the prompt exceeds the target's context")
+    fake = start(context=None)
+    with_context = config(fake, output=tmp_path / "other.jsonl")
+    regenerate(with_context)
+    assert len(read(with_context.output)) == 3, "the config's context, where the server tells none"
+
+
+# ---- failures
+
+
+def test_a_refused_conversation_is_listed(start, config, tmp_path):
+    """A 400 is the conversation's own: not asked again; answers before it are kept; all others are answered."""
+    fake = start()
+    refused = {"question 3.0", "question 5.2"}
+    fake.fault = lambda number, body: 400 if body["messages"][-1]["content"] in refused else None
+    regenerate(config(fake))
+    wanted = answered()
+    cut = wanted[5] | {
+        "conversations": wanted[5]["conversations"][:4],
+        "finish_reasons": wanted[5]["finish_reasons"][:2],
+    }
+    assert read(config(fake).output) == [*wanted[:3], wanted[4], cut | {"unanswered": 1}, *wanted[6:]]
+    rejected = read(tmp_path / "out.jsonl.rejected")
+    assert [line["id"] for line in rejected] == ["r3", "r5"]
+    assert {line["reason"] for line in rejected} == {"refused by the server: 400 Bad Request: fault 400"}
+    assert rejected[0]["where"].endswith("in.jsonl:4")
+    asked = [body["messages"][-1]["content"] for body in fake.bodies]
+    assert all(asked.count(content) == 1 for content in refused)
+
+
+def test_a_failure_that_may_pass_is_asked_once_more(start, config, tmp_path):
+    """The run ends without an output and says so; the next one asks what failed, and ends in any case."""
+    fake = start()
+    failing = {"question 1.1", "question 4.0"}
+    fake.fault = lambda number, body: 500 if body["messages"][-1]["content"] in failing else None
+    with pytest.raises(UserError, match=r"^2 conversations failed for reasons that may pass, listed in .*rejected"):
+        regenerate(config(fake))
+    assert not config(fake).output.exists()
+    reasons = {line["id"]: line["reason"] for line in read(tmp_path / "out.jsonl.rejected")}
+    assert reasons.keys() == {"r1", "r4"}
+    assert all(
+        r.startswith("8 tries failed, the last with 500 Internal Server Error: fault 500") for r in reasons.values()
+    )
+    assert [body["messages"][-1]["content"] for body in fake.bodies].count("question 4.0") == 8
+    asked = len(fake.bodies)
+    failing.remove("question 1.1")
+    regenerate(config(fake))
+    assert read(config(fake).output) == [record for record in answered() if record["id"] != "r4"]
+    assert [line["id"] for line in read(tmp_path / "out.jsonl.rejected")] == ["r4"]
+    assert len(fake.bodies) == asked + 2 + 8
+    assert not (tmp_path / "out.jsonl.partial").exists()
+
+
+def test_requests_that_all_servers_refuse(start, config, tmp_path, monkeypatch):
+    """It is not the conversations then: the run stops early, with the server's own words."""
+    monkeypatch.setattr(servers, "_REFUSALS", 5)
+    fake = start()
+    fake.fault = lambda number, body: 422
+    with pytest.raises(UserError, match=r"the first 5 requests were all refused by the server: 422 .*: fault 422"):
+        regenerate(config(fake))
+    assert len(fake.bodies) <= 5 + 2
+    fake.fault = lambda number, body: None
+    regenerate(config(fake))
+    assert read(config(fake).output) == answered()
+
+
+def test_no_conversation_answered_is_an_error(start, config, tmp_path):
+    fake = start()
+    fake.fault = lambda number, body: 400
+    with pytest.raises(UserError, match=r"no conversation was answered; the reasons are in .*rejected"):
+        regenerate(config(fake))
+    assert len(read(tmp_path / "out.jsonl.rejected")) == len(RECORDS)
+    assert not config(fake).output.exists()
+
+
+def test_a_busy_server_is_waited_for(start, config):
+    """As long as it says; being busy is neither the server's failure nor the conversation's."""
+    fake = start()
+    times = []
+
+    def fault(number, body):
+        times.append(time.monotonic())
+        return "busy_for_a_second" if number == 0 else "busy" if number < 20 else None
+
+    fake.fault = fault
+    regenerate(config(fake, concurrency=1))
+    assert times[1] - times[0] > 0.99
+    assert read(config(fake).output) == answered()
+
+
+# ---- servers that come and go
+
+
+def test_no_server_left(start, config, tmp_path, capsys):
+    """The command stops with one line after a while; what is answered is kept, and a second run goes on."""
+    fake = start()
+
+    def fault(number, body):
+        if number == 9:
+            threading.Thread(target=fake.stop).start()
+            return "hang"
+
+    fake.fault = fault
+    started = time.monotonic()
+    with pytest.raises(
+        UserError, match=r"no server has answered for \d+ s \(http.*no connection.*run the same command"
+    ):
+        regenerate(config(fake))
+    assert 2.0 < time.monotonic() - started < 6.0
+    done = len(read(tmp_path / "out.jsonl.partial")) - 1
+    assert done > 2
+    before = len(fake.bodies)
+    fake.fault = lambda number, body: None
+    fake.start()
+    regenerate(config(fake))
+    assert read(config(fake).output) == answered()
+    asked = {record["id"] for record in RECORDS} & {
+        f"r{body['messages'][0]['content'][9:-2]}" for body in fake.bodies[before:]
+    }
+    assert len(asked) == len(RECORDS) - done
+
+
+@pytest.mark.parametrize("fault", [500, "busy", 401])
+def test_a_server_that_answers_probes_alone(fault, start, config, monkeypatch):
+    """It tells its model and answers nothing: that is no server either."""
+    monkeypatch.setattr(endpoint, "PATIENCE_S", 0.5)
+    fake = start()
+    fake.fault = lambda number, body: fault
+    with pytest.raises(UserError, match=r"no server has answered"):
+        regenerate(config(fake))
+    assert fake.probes > 3
+
+
+def test_a_server_without_a_word(start, config, capsys):
+    """A server that is not there yet is waited for, or the others work without it until it comes."""
+    late, sound = start(), start()
+    late.stop()
+    with pytest.raises(UserError, match=r"no server answers \(http.*: no connection"):
+        regenerate(config(late))
+    assert "waiting for a server" in capsys.readouterr().err
+    sound.delay = 0.05
+    threading.Timer(0.2, late.start).start()
+    regenerate(config(late, sound, concurrency=1))
+    assert read(config(sound).output) == answered()
+    assert late.bodies and "in again" in capsys.readouterr().err
+
+
+def test_servers_of_different_models(start, config, capsys):
+    """Are an error at the start; one that comes back with another model stays out."""
+    one, other = start(), start(model="other")
+    with pytest.raises(UserError, match=r"different models .*golden.*other"):
+        regenerate(config(one, other))
+    other.stop()
+    one.delay = 0.05
+    threading.Timer(0.2, other.start).start()
+    regenerate(config(one, other, concurrency=1))
+    assert not other.bodies and "out (has the model other, the others golden)" in capsys.readouterr().err
+    smaller = start(context=100)
+    smaller.stop()
+    threading.Timer(0.2, smaller.start).start()
+    regenerate(config(one, smaller, concurrency=1, output=config(one).output.with_name("2.jsonl")))
+    assert not smaller.bodies and "has a context of 100 tokens, the others 512" in capsys.readouterr().err
+
+
+def test_prompts_of_another_length_are_reported(start, config, capsys):
+    """Once: the server renders or tokenizes prompts in another way than training will."""
+    for number, warnings in [(1, 1), (17, 0)]:
+        fake = start()
+        fake.answer = lambda body, number=number: echo(body) | {"prompt_tokens": number}
+        records = [{"id": "x", "conversations": [{"role": "user", "content": "software"}]}] * 3
+        made = config(fake, output=config(fake).output.with_name(f"{number}.jsonl"))
+        write(Path(made.input[0]), records)
+        regenerate(made)
+        assert capsys.readouterr().err.count("another tokenizer or chat template") == warnings
+
+
+def test_no_jax_where_servers_answer(start, config, tmp_path):
+    """It takes seconds to import, and a machine that only asks may not have it."""
+    made = config(start())
+    code = (
+        "import sys; from osprey_jax.config import RegenerateConfig; from osprey_jax.regenerate import regenerate; "
+        f"regenerate(RegenerateConfig.model_validate_json({made.model_dump_json(exclude_defaults=True)!r})); "
+        "assert not {'jax', 'flax', 'torch'} & sys.modules.keys()"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, timeout=60)
+    assert read(made.output) == answered()
