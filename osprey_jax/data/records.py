@@ -175,7 +175,7 @@ def _parquet_blocks(path: Path, block_bytes: int) -> Iterator[Block]:
     with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as file:
         _check_text_column(path, file.schema_arrow)
         for batch in file.iter_batches(_PARQUET_ROWS, columns=["text"]):
-            column = batch.column(0).cast(pyarrow.large_string()).cast(pyarrow.large_binary())
+            column = batch.column(0).cast(pyarrow.large_binary())
             for text in column.fill_null(b"").to_pylist():  # nothing is an empty text
                 items.append(text)
                 size += len(text)

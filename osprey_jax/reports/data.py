@@ -1,5 +1,6 @@
 """What became of the data: counts in words, lengths as a picture, records as text with their mask."""
 
+import functools
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -79,15 +80,14 @@ def _runs(
     tokenizer: transformers.PreTrainedTokenizerBase, token_ids: np.ndarray, mask: np.ndarray
 ) -> Iterator[tuple[str, bool]]:
     """(text, supervised) of each run of tokens with the same mask."""
+    decode = functools.partial(tokenizer.decode, clean_up_tokenization_spaces=False)
     ends = [*(np.flatnonzero(np.diff(mask)) + 1).tolist(), len(mask)]
     before = ""
     for start, end in zip([0, *ends], ends, strict=False):
-        # With what precedes it: some tokenizers strip a space where a text begins.
-        text = tokenizer.decode(token_ids[:end].tolist(), clean_up_tokenization_spaces=False)
-        if text.startswith(before):
-            run = text[len(before) :]
-        else:  # a character that is cut between the runs
-            run = tokenizer.decode(token_ids[start:end].tolist(), clean_up_tokenization_spaces=False)
+        # With what precedes it, since some tokenizers strip a space where a text begins; alone if the mask cuts a
+        # character in two, of which the part before looked like another.
+        text = decode(token_ids[:end].tolist())
+        run = text[len(before) :] if text.startswith(before) else decode(token_ids[start:end].tolist())
         yield _safe(run), bool(mask[start])
         before = text
 

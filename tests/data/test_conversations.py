@@ -61,9 +61,10 @@ def test_names(read):
 
 
 def test_messages(read):
-    """The name of the turns that most chat data has today."""
-    (record,) = read(json.dumps({"id": "x", "messages": PAIR}).encode())
-    assert record.messages == PAIR
+    """Other names of the turns that much chat data has."""
+    for name in ("messages", "conversation"):
+        (record,) = read(json.dumps({"id": "x", name: PAIR}).encode())
+        assert record.messages == PAIR
 
 
 def test_sharegpt(read):
@@ -164,9 +165,9 @@ def test_tool_calls(read, turn):
 
 def test_several_tool_calls(read):
     """They stay in order, and what else a call has passes."""
-    calls = [{"id": name, "function": {"name": name, "arguments": "{}"}} for name in "fgh"]
+    calls = [{"id": name, "function": {"name": name, "arguments": "{}", "strict": True}} for name in "fgh"]
     (record,) = read(line([USER, {"role": "assistant", "content": "c", "tool_calls": calls}]))
-    made = [{"id": name, "function": {"name": name, "arguments": {}}} for name in "fgh"]
+    made = [{"id": name, "function": {"name": name, "arguments": {}, "strict": True}} for name in "fgh"]
     assert record.messages[1] == {"role": "assistant", "content": "c", "tool_calls": made}
 
 
@@ -215,8 +216,8 @@ def test_tools(read, field):
     for tools in ([], None, "", " ", "[]"):
         assert read(line(PAIR, **{field: tools}))[0].tools is None
     assert read(line(PAIR))[0].tools is None
-    builtin = [{"type": "web_search"}]
-    assert read(line(PAIR, **{field: builtin}))[0].tools == builtin
+    for others in ([{"type": "web_search"}], [{"name": "f", "function": definition}]):
+        assert read(line(PAIR, **{field: others}))[0].tools == others
 
 
 def test_unfinished_turns(read):
@@ -266,6 +267,8 @@ def test_bytes_around_the_records(read):
             "assistant first",
         ),
         (line([USER, ASSISTANT | {"tool_calls": "f"}]), "unreadable tool call"),
+        (line([USER, ASSISTANT | {"tool_calls": 1}]), "unreadable tool call"),
+        (line([USER, {"from": "function_call", "value": "[]"}]), "unreadable tool call"),
         (line([USER, ASSISTANT | {"tool_calls": ["f"]}]), "unreadable tool call"),
         (line([USER, ASSISTANT | {"tool_calls": [{"function": "f"}]}]), "unreadable tool call"),
         (line([USER, ASSISTANT | {"tool_calls": [{"arguments": {}}]}]), "unreadable tool call"),

@@ -101,9 +101,15 @@ def test_broken_gzip(tmp_path, name, content):
 
 @pytest.mark.parametrize("name", ["a.jsonl", "a.jsonl.gz", "a.txt"])
 def test_empty_file(blocks, name):
-    """It has no block, nor has one that holds a byte-order mark alone as text."""
+    """It has no block."""
     assert blocks(b"", 10, name) == []
-    assert blocks(MARK, 10, "b.txt") == []
+
+
+def test_file_of_no_text(blocks, tmp_path):
+    """A byte-order mark alone, or a table without rows, has no block either."""
+    assert blocks(MARK, 10, "a.txt") == []
+    pyarrow.parquet.write_table(pyarrow.table({"text": pyarrow.array([], pyarrow.string())}), tmp_path / "a.parquet")
+    assert list(read_blocks([tmp_path / "a.parquet"], 10)) == []
 
 
 # ---- files
@@ -124,9 +130,9 @@ def test_files_in_order(tmp_path):
 
 def test_group_blocks():
     """Small ones go together as long as they fit, in order; a large one is alone."""
-    made = [Block("a", number, [b"x" * size]) for number, size in enumerate([3, 4, 3, 1, 25, 10, 1])]
+    made = [Block("a", number, [b"x" * size]) for number, size in enumerate([25, 3, 4, 3, 1, 2, 10, 1])]
     grouped = list(group_blocks(made, 10))
-    assert [[len(block.items[0]) for block in group] for group in grouped] == [[3, 4, 3], [1], [25], [10], [1]]
+    assert [[len(block.items[0]) for block in group] for group in grouped] == [[25], [3, 4, 3], [1, 2], [10], [1]]
     assert [block for group in grouped for block in group] == made
 
 
@@ -198,6 +204,13 @@ def test_fineweb(tmp_path, group):
     assert all(sum(map(len, block.items[:-1])) <= 1000 < sum(map(len, block.items)) for block in made[:-1])
 
 
+def test_blocks_of_parquet(tmp_path):
+    """A block ends with the text that exceeds its size, as with lines."""
+    pyarrow.parquet.write_table(pyarrow.table({"text": ["12345"] * 7}), tmp_path / "a.parquet")
+    made = list(read_blocks([tmp_path / "a.parquet"], 10))
+    assert [(block.first, len(block.items)) for block in made] == [(1, 3), (4, 3), (7, 1)]
+
+
 @pytest.mark.parametrize(
     "kind", [pyarrow.large_string(), pyarrow.dictionary(pyarrow.int32(), pyarrow.string())], ids=str
 )
@@ -250,6 +263,7 @@ TEXTS = {
     "paragraphs": "One (long) paragraph.\n\nAnother, he said...\n\n\n",
     "windows": "A line.\r\nAnother line\r\n\r\n",
     "code": "def f(x):\n    return {'a': x}  # why\n\n\n@g\n/path/to\n// comment\n",
+    "paths": "a;\n/b;\n/c;\nthe end;\n/d;\n//e;\n",
     "one line": "words and, more words; no line ends here ",
     "chinese": "他们说:这是一个很长的段落。\n　　另一个段落,没有空格。\n\n　　第三。\n",
     "only wide space": "他们说　　这是一个　很长的段落　　　",
@@ -278,10 +292,21 @@ def test_pieces_tokenize_as_the_whole(blocks, pattern, kind, size):
 def test_where_a_text_is_cut(blocks):
     """Behind the last line in the piece, else before the last white space, behind a newline, between characters."""
     assert items(blocks(b"one\ntwo\nthree four", 12, "a.txt"))[0] == b"one\ntwo\n"
+    assert items(blocks(b"one\r\ntwo\r\nthree four", 14, "a.txt"))[0] == b"one\r\ntwo\r\n"
     assert items(blocks(b"one two three", 12, "a.txt"))[0] == b"one two"
+    assert items(blocks(b"one, two, three", 11, "a.txt"))[0] == b"one, two,"
+    assert items(blocks(b"one\n\ntwo\n\nthree", 12, "a.txt"))[0] == b"one\n\ntwo"
     assert items(blocks("。\n　　。。".encode(), 12, "a.txt"))[0] == "。\n".encode()
     assert items(blocks("ééééé".encode(), 5, "a.txt")) == ["éé".encode(), "éé".encode(), "é".encode()]
     assert items(blocks(b"--\r\n--\r\n", 3, "a.txt"))[:2] == [b"--", b"\r\n"]
+    assert len(items(blocks("🙂".encode(), 1, "a.txt"))) == 4
+
+
+def test_cut_of_a_large_piece(blocks):
+    """Only its end is searched, wherever a character lies across the place where that begins."""
+    for start in ("", "a"):
+        first = start + "é" * 39_000
+        assert items(blocks(f"{first} {first}".encode(), 10**5, "a.txt"))[0] == first.encode()
 
 
 @pytest.mark.parametrize("extra", [-1, 0, 1])

@@ -144,7 +144,7 @@ def tokenizer():
         vocab_size=258, special_tokens=["<s>", "</s>"], initial_alphabet=alphabet, show_progress=False
     )
     backend.train_from_iterator([], trainer)
-    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
 
 
 @pytest.fixture
@@ -200,19 +200,15 @@ def test_characters_of_several_tokens(rows, tokenizer):
     assert next(show(cut, tokenizer, 1)).endswith("\né🙂\ufffd⟦\ufffd🙂⟧é")
 
 
-def test_spaces_are_kept(rows, tokenizer):
-    """Also before punctuation, where some tokenizers tidy up."""
-    assert next(show(rows([[("a", "a .⟦ b , c⟧ !")]]), tokenizer, 1)).endswith("\na .⟦ b , c⟧ !")
-
-
-def test_tokenizer_that_strips_spaces():
-    """A part's first space is there although the tokenizer drops it where a text begins."""
-    words = {"▁a": 0, "▁b": 1, "▁c": 2}
+def test_spaces_are_kept():
+    """Also where the tokenizer drops a text's first space, or the one before punctuation."""
+    words = {"▁a": 0, "▁b": 1, "▁.": 2}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="▁a"))
     backend.decoder = tokenizers.decoders.Metaspace()
-    spaced = transformers.PreTrainedTokenizerFast(tokenizer_object=backend)
-    row = Row(np.array([0, 1, 2], np.int32), np.array([False, True, False]), [3], ["x"])
-    assert next(show(Prepared([row]), spaced, 1)).endswith("\na⟦ b⟧ c")
+    tidy = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, clean_up_tokenization_spaces=True)
+    assert tidy.decode([0, 1, 2]) == "a b."
+    row = Row(np.array([0, 1, 2, 1], np.int32), np.array([False, True, True, False]), [4], ["x"])
+    assert next(show(Prepared([row]), tidy, 1)).endswith("\na⟦ b .⟧ b")
 
 
 @pytest.mark.parametrize("colour", [False, True])
