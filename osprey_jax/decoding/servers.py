@@ -63,11 +63,11 @@ async def _discover(config: RegenerateConfig) -> Card:
     until, delay = time.monotonic() + endpoint.PATIENCE_S, endpoint.FIRST_DELAY_S
     try:
         while True:
-            results = await asyncio.gather(*(one.card() for one in endpoints), return_exceptions=True)
+            results = await asyncio.gather(*(_card(one) for one in endpoints))
             found = {one.url: card for one, card in zip(endpoints, results, strict=True) if isinstance(card, Card)}
             if found:
                 break
-            reasons = "; ".join(f"{one.url}: {result}" for one, result in zip(endpoints, results, strict=True))
+            reasons = "; ".join(f"{one.url}: {fault}" for one, fault in zip(endpoints, results, strict=True))
             if time.monotonic() > until:
                 raise UserError(f"no server answers ({reasons})")
             if delay == endpoint.FIRST_DELAY_S:
@@ -82,6 +82,13 @@ async def _discover(config: RegenerateConfig) -> Card:
         raise UserError(f"the servers have different models ({models}); sglang has --served-model-name")
     contexts = [card.context for card in found.values() if card.context is not None]
     return Card(next(iter(found.values())).model, min(contexts, default=None))
+
+
+async def _card(one: Endpoint) -> Card | Fault:
+    try:
+        return await one.card()
+    except Fault as fault:
+        return fault
 
 
 @dataclasses.dataclass
@@ -294,10 +301,9 @@ class _Pool:
 
     async def _wrong(self, server: _Server) -> str | None:
         """Why `server` cannot be asked, as far as it tells."""
-        try:
-            card = await server.endpoint.card()
-        except Fault as fault:
-            return str(fault)
+        card = await _card(server.endpoint)
+        if isinstance(card, Fault):
+            return str(card)
         if card.model != self._card.model:
             return f"has the model {card.model}, the others {self._card.model}"
         if card.context is not None and card.context < self._chat.context:

@@ -43,8 +43,8 @@ class Server:
 
 
 @contextlib.contextmanager
-def serve(target: Path, draft: Path, log: Path) -> Iterator[Server]:
-    """Serve `target` with `draft` while the block runs.
+def serve(target: Path, draft: Path | None, log: Path) -> Iterator[Server]:
+    """Serve `target`, with `draft` if there is one, while the block runs.
 
     Raises:
       ServerDied: before it answered.
@@ -57,10 +57,13 @@ def serve(target: Path, draft: Path, log: Path) -> Iterator[Server]:
         *("--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx"),
         *("--max-total-tokens", "2048", "--max-running-requests", "4"),
         *("--skip-server-warmup", "--disable-cuda-graph"),
-        *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft)),
-        *("--speculative-num-steps", str(DRAFT_STEPS), "--speculative-eagle-topk", "1"),
-        *("--speculative-num-draft-tokens", str(DRAFT_STEPS + 1)),
     ]
+    if draft is not None:
+        command += [
+            *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft)),
+            *("--speculative-num-steps", str(DRAFT_STEPS), "--speculative-eagle-topk", "1"),
+            *("--speculative-num-draft-tokens", str(DRAFT_STEPS + 1)),
+        ]
     with log.open("wb") as output:
         # A session of its own: when the server fails it kills its process group, which would be ours.
         process = subprocess.Popen(
