@@ -2,6 +2,7 @@
 
 import bisect
 import dataclasses
+import datetime
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -10,9 +11,12 @@ import tokenizers
 import transformers
 
 from osprey_jax.command import UserError
-from osprey_jax.data.conversations import Record, Rejection
-from osprey_jax.data.spans import ChatTemplate, RecordRefused
+from osprey_jax.data.conversations import Record
+from osprey_jax.data.records import Rejection
+from osprey_jax.data.rendering import ChatTemplate, RecordRefused
+from osprey_jax.data.spans import SpanFinder
 
+_TODAY = datetime.date(2025, 1, 1)  # for templates that write the date: rows must not depend on the day they are made
 _BATCH_CHARACTERS = 1 << 20  # tokenized at one time: an encoding takes some hundred bytes a token
 
 
@@ -44,8 +48,8 @@ class ConversationEncoder:
         template_options: dict[str, Any] | None = None,
         only_last_turn: bool = False,
     ):
-        """`only_last_turn` supervises the last assistant turn alone. Raises `UserError`: see `ChatTemplate`."""
-        self._template = ChatTemplate(tokenizer, template_options)
+        """`only_last_turn` supervises the last assistant turn alone. Raises `UserError`: as `ChatTemplate`."""
+        self._finder = SpanFinder(ChatTemplate(tokenizer, template_options, _TODAY))
         self._tokenizer = exact_tokenizer(tokenizer)
         self._length = length
         self._only_last_turn = only_last_turn
@@ -64,7 +68,7 @@ class ConversationEncoder:
         if not any(message["role"] == "assistant" for message in record.messages):
             return Rejection(record.where, record.id, "no assistant turn")
         try:
-            text, spans = self._template.assistant_spans(record.messages, record.unfinished)
+            text, spans = self._finder.assistant_spans(record.messages, record.unfinished, record.tools)
         except RecordRefused as error:
             return Rejection(record.where, record.id, f"refused by the chat template: {error}")
         except UserError as error:

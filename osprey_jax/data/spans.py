@@ -11,17 +11,12 @@ header or a terminator cannot mislead this.
 
 import contextlib
 import dataclasses
-import datetime
 import itertools
 import re
 from collections.abc import Collection, Sequence
-from typing import Any
-
-import jinja2
-import transformers
 
 from osprey_jax.command import UserError
-from osprey_jax.data.tool_calls import as_object, as_text, calls_of, with_arguments
+from osprey_jax.data.rendering import ChatTemplate, RecordRefused, with_arguments
 
 # Names of <think>, [THINK], <thinking>, ◁think▷ ...: an opening tag, a closing one, or both around nothing.
 _TAG = r"[<\[◁]{slash}[\w:]*(?:think|reason)[\w:]*[>\]▷]\s*"
@@ -29,24 +24,18 @@ _OPEN, _CLOSE = _TAG.format(slash=""), _TAG.format(slash="/")
 _EMPTY_THINKING = re.compile(rf"\s*(?:{_OPEN}(?:{_CLOSE})?|{_CLOSE})", re.IGNORECASE)
 _TRAILING_THINKING = re.compile(rf"(?:{_OPEN}(?:{_CLOSE})?|{_CLOSE})$", re.IGNORECASE)
 
-_NOT_OPTIONS = ("messages", "add_generation_prompt", "tokenize")  # what `render` decides
-
-# What a turn may follow, to learn from it what the template writes around turns; `_NAME` is the called function's.
+# Small conversations, to learn from them what the template writes around turns; `_NAME` is the called function's.
 _NAME = "ospreyfunction"
 _CALL = {"id": "call00000", "type": "function", "function": {"name": _NAME, "arguments": {}}}
 _CALLING = {"role": "assistant", "content": "", "tool_calls": [_CALL]}
-_QUESTION = [{"role": "user", "content": "?"}]
-_RESULT = [*_QUESTION, _CALLING, {"role": "tool", "tool_call_id": "call00000", "name": _NAME, "content": "?"}]
-_ANSWERED = [_RESULT[-1], {"role": "assistant", "content": "!"}, *_QUESTION]
-
-
-class RecordRefused(Exception):
-    """The chat template cannot render a conversation, for the reason that it states."""
+_QUESTION = {"role": "user", "content": "?"}
+_ANSWER = {"role": "assistant", "content": "!"}
+_RESULT = {"role": "tool", "tool_call_id": "call00000", "name": _NAME, "content": "?"}
 
 
 @dataclasses.dataclass
 class _Surroundings:
-    """What a template writes around a turn that follows a user's (or a tool's) message.
+    """What a template writes around a turn that follows a message of a certain role.
 
     `text_gaps` are what may stand between header and content, `call_gaps` between header and a call's arguments, and
     `call_tails` between the last arguments and the terminator's end; with `_NAME` for the function's name.
@@ -57,6 +46,14 @@ class _Surroundings:
     text_gaps: set[str] = dataclasses.field(default_factory=lambda: {""})
     call_gaps: set[str] = dataclasses.field(default_factory=set)
     call_tails: set[str] = dataclasses.field(default_factory=set)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Conversation:
+    messages: list[dict]
+    tools: list[dict] | None
+    text: str  # as it is rendered
+    marker: str  # not in the text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,63 +76,25 @@ class _Edge:
     opened_thinking: str  # what serving's header ends with, where the turn has it
 
 
-class ChatTemplate:
-    """A tokenizer's chat template with its options, as serving renders it."""
+class SpanFinder:
+    """Finds the assistant's turns in the renderings of a chat template."""
 
-    def __init__(
-        self,
-        tokenizer: transformers.PreTrainedTokenizerBase,
-        options: dict[str, Any] | None = None,
-        today: datetime.date | None = None,
-    ):
-        """`today` is the date for a template that writes it into the conversation: by default the clock's.
-
-        Raises:
-          UserError: no chat template, or an option that it does not know.
-        """
-        self._tokenizer = tokenizer
-        self._options = options or {}
-        try:
-            self._source = tokenizer.get_chat_template()
-        except ValueError as error:
-            raise UserError(f"{tokenizer.name_or_path}: the tokenizer has no chat template") from error
-        for name in self._options:
-            if name in _NOT_OPTIONS or not re.search(rf"\b{re.escape(name)}\b", self._source):
-                raise UserError(f"template_options: the chat template has no option {name!r}")
-        if today is not None and "strftime_now" in self._source:
-            self._source = _stopped_clock(today) + self._source
+    def __init__(self, template: ChatTemplate):
+        """Raises `UserError`: the template's generation prompt is not at the end."""
+        self._template = template
+        tokenizer = template.tokenizer
         added = {token.content for token in tokenizer.added_tokens_decoder.values()} | set(tokenizer.all_special_tokens)
         self._enders = tuple(sorted((token for token in added if token.strip()), key=len, reverse=True))
         self._terminator = re.compile(rf"\s*(?:{'|'.join(map(re.escape, self._enders)) or '(?!)'})")
-        try:
-            self._after_user = self._learn(_QUESTION)
-        except RecordRefused as error:
-            raise UserError(f"the chat template refuses a conversation of one user turn ({error})") from error
-        self._after_tool = self._after_user
-        with contextlib.suppress(RecordRefused, UserError):  # there are templates without tools
-            self._after_tool = self._learn(_RESULT)
-
-    def render(self, messages: list[dict], *, add_generation_prompt: bool = False) -> str:
-        """The conversation as text. Raises `RecordRefused`.
-
-        The arguments of tool calls become objects, as in serving, or text where the template refuses objects.
-        """
-        if not any(message.get("tool_calls") for message in messages):
-            return self._render(messages, add_generation_prompt)
-        try:
-            objects = [with_arguments(message, as_object) for message in messages]
-        except ValueError as error:
-            raise RecordRefused(str(error)) from error
-        try:
-            return self._render(objects, add_generation_prompt)
-        except RecordRefused as refused:
-            try:
-                return self._render([with_arguments(message, as_text) for message in objects], add_generation_prompt)
-            except RecordRefused:
-                raise refused from None
+        self._around = {"user": self._learn([_QUESTION])}
+        for history in ([_QUESTION, _ANSWER], [_QUESTION, _CALLING, _RESULT]):
+            with contextlib.suppress(RecordRefused, UserError):  # there are templates without tools
+                self._around[history[-1]["role"]] = self._learn(history)
+        stop, header = str(tokenizer.eos_token or ""), self._around["user"].header
+        self._next_turn = re.compile(re.escape(stop) + r"\s*" + re.escape(header) if stop and header else "(?!)")
 
     def assistant_spans(
-        self, messages: list[dict], unfinished: Collection[int] = ()
+        self, messages: list[dict], unfinished: Collection[int] = (), tools: list[dict] | None = None
     ) -> tuple[str, list[tuple[int, int]]]:
         """The rendering, and the `(start, end)` characters of each assistant turn in it, in order.
 
@@ -148,44 +107,33 @@ class ChatTemplate:
             model would call teaches it to stop there.
           UserError: a turn cannot be located reliably; the message shows the rendering.
         """
-        text = self.render(messages)
+        text = self._template.render(messages, tools=tools)
         turns = [index for index, message in enumerate(messages) if message["role"] == "assistant"]
-        marker = _marker(text)
+        conversation = _Conversation(messages, tools, text, _marker(text))
         spans = []
-        for turn, span in enumerate(self._spans_of_all(text, messages, turns, marker)):
-            start, end, terminator = span or self._span_of_one(text, messages, turns[turn], marker)
+        for turn, span in enumerate(self._spans_of_all(conversation, turns)):
+            start, end, terminator = span or self._span_of_one(conversation, turns[turn])
             spans.append((start, max(start, end - len(terminator)) if turn in unfinished else end))
         if any(before[1] > after[0] for before, after in itertools.pairwise(spans)):
             raise _unreadable("assistant turns overlap", text)
         return text, spans
 
-    def _render(self, messages: list[dict], add_generation_prompt: bool) -> str:
-        try:
-            return self._tokenizer.apply_chat_template(
-                messages,
-                chat_template=self._source,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **self._options,
-            )
-        except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:  # odd tool calls
-            raise RecordRefused(str(error)) from error
-
     # ---- turns in the real rendering: (start, end, terminator), the end behind the terminator
 
-    def _spans_of_all(
-        self, text: str, messages: list[dict], turns: list[int], marker: str
-    ) -> list[tuple[int, int, str] | None]:
+    def _spans_of_all(self, conversation: _Conversation, turns: list[int]) -> list[tuple[int, int, str] | None]:
         """Each turn's span, from one rendering with all of them marked; None where it is not certain."""
         try:
-            outside, edges = self._read(messages, turns, marker)
+            outside, edges = self._read(conversation, turns)
         except (UserError, RecordRefused):
             return [None] * len(turns)
-        places = _certain_places(text, outside)
-        return [place and self._span(text, *place, edge) for place, edge in zip(places, edges, strict=True)]
+        places = _certain_places(conversation.text, outside)
+        return [
+            place and self._span(conversation.text, *place, edge) for place, edge in zip(places, edges, strict=True)
+        ]
 
-    def _span_of_one(self, text: str, messages: list[dict], index: int, marker: str) -> tuple[int, int, str]:
-        (before, after), [edge] = self._read(messages, [index], marker)
+    def _span_of_one(self, conversation: _Conversation, index: int) -> tuple[int, int, str]:
+        (before, after), [edge] = self._read(conversation, [index])
+        text = conversation.text
         if not text.startswith(before):
             raise _unreadable(f"the text before message {index} depends on that message", text)
         span = self._span(text, len(before), len(text) - len(after), edge)
@@ -205,59 +153,60 @@ class ChatTemplate:
 
     # ---- turns in a rendering with markers
 
-    def _read(self, messages: list[dict], turns: list[int], marker: str) -> tuple[list[str], list[_Edge]]:
+    def _read(self, conversation: _Conversation, turns: list[int]) -> tuple[list[str], list[_Edge]]:
         """The parts outside these turns, one more than turns, and the turns' edges, from a rendering with markers."""
         outside, edges = [], []
-        rendering, marked_turns = self._mark(messages, turns, marker)
+        rendering, marked_turns = self._mark(conversation, turns)
         position = 0
         for turn in marked_turns:
-            # A template may write a user's header where serving appends a tool's: after results, before more calls.
-            after_tool = turn.index > 0 and messages[turn.index - 1]["role"] == "tool"
-            for around in (self._after_tool, self._after_user) if after_tool else (self._after_user,):
-                before = rendering[position : turn.start]
-                header_end = _header_end(before, turn, around)
-                if header_end is None and len(turns) == 1:  # an unknown gap begins where the history ends
-                    before_header = (self.render(messages[: turn.index]) if turn.index else "") + around.header
-                    header_end = len(before_header) if before.startswith(before_header) else None
-                if header_end is not None:
-                    break
-            else:
-                raise _unreadable(f"the header {around.header!r} is not before message {turn.index}", before)
+            before = rendering[position : turn.start]
+            header_end, around = self._header(before, turn, conversation, alone=len(turns) == 1)
             thinking = _EMPTY_THINKING.match(before, header_end)
             position, terminator = self._end(rendering, turn, around)
+            if self._next_turn.search(rendering, turn.start, position):
+                raise _unreadable(f"message {turn.index} becomes more than one turn", rendering)
             outside.append(before[:header_end])
             edges.append(_Edge(thinking.group() if thinking else "", terminator, around.opened_thinking))
         return [*outside, rendering[position:]], edges
 
-    def _mark(self, messages: list[dict], turns: list[int], marker: str) -> tuple[str, list[_Turn]]:
+    def _mark(self, conversation: _Conversation, turns: list[int]) -> tuple[str, list[_Turn]]:
         """The rendering with each of these turns' content and arguments replaced by a marker of its own."""
+        messages, marker = conversation.messages, conversation.marker
         marked = list(messages)
         for index in turns:
-            turn = {"role": "assistant", "content": f"{marker}{index}x"}
-            if messages[index].get("tool_calls"):
-                turn["tool_calls"] = messages[index]["tool_calls"]
-                turn = with_arguments(turn, lambda call, _, index=index: {"argument": f"{marker}{index}c{call}x"})
-                if not messages[index]["content"]:  # there are templates that write the content or the calls
-                    turn["content"] = ""
-            marked[index] = turn
-        rendering = self.render(marked)
+            marked[index] = _marked(messages[index], f"{marker}{index}")
+        rendering = self._template.render(marked, tools=conversation.tools)
 
         found: dict[int, list[re.Match]] = {index: [] for index in turns}
         for match in re.finditer(rf"{marker}(\d+)(?:c(\d+))?x", rendering):
             found[int(match[1])].append(match)
         marked_turns = []
         for index, matches in found.items():
-            functions = calls_of(messages[index])
-            if {match[2] for match in matches if match[2]} < {str(call) for call in range(len(functions))}:
+            names = [call["function"]["name"] for call in messages[index].get("tool_calls", ())]
+            if {str(call) for call in range(len(names))} - {match[2] for match in matches}:
                 raise RecordRefused("it leaves out tool calls")
-            if not matches or (len(matches) > 1 and not functions):
+            if not matches or (len(matches) > 1 and not names):
                 raise _unreadable(f"message {index}'s content appears {len(matches)} times", rendering)
-            names = [str(function.get("name")) for function in functions]
             begins_with_call = matches[0][2] is not None
             marked_turns.append(_Turn(index, matches[0].start(), matches[-1].end(), begins_with_call, names))
         if any(before.end > after.start for before, after in itertools.pairwise(marked_turns)):
             raise _unreadable("assistant turns overlap", rendering)
         return rendering, marked_turns
+
+    def _header(self, before: str, turn: _Turn, conversation: _Conversation, alone: bool) -> tuple[int, _Surroundings]:
+        """Where the turn's header ends in `before`, which ends at its first marker."""
+        history = conversation.messages[: turn.index]
+        previous = history[-1]["role"] if history else "user"
+        # Where serving appends no header (after results, say), a template may yet write the user's.
+        for around in [self._around[role] for role in dict.fromkeys((previous, "user")) if role in self._around]:
+            header_end = _header_end(before, turn, around)
+            if header_end is not None:
+                return header_end, around
+            if alone:  # an unknown gap begins where the history ends
+                header = (self._template.render(history, tools=conversation.tools) if history else "") + around.header
+                if before.startswith(header):
+                    return len(header), around
+        raise _unreadable(f"the header {around.header!r} is not before message {turn.index}", before)
 
     def _end(self, rendering: str, turn: _Turn, around: _Surroundings) -> tuple[int, str]:
         """Where the turn's terminator ends in a rendering with markers, and the terminator."""
@@ -275,28 +224,40 @@ class ChatTemplate:
     # ---- what the template writes around turns
 
     def _learn(self, history: list[dict]) -> _Surroundings:
-        """From small conversations, what surrounds the turn after `history`."""
-        without, asking = self.render(history), self.render(history, add_generation_prompt=True)
+        """What surrounds the turn after `history`, from conversations that begin with it."""
+        without, asking = self._template.render(history), self._template.render(history, add_generation_prompt=True)
         if not asking.startswith(without):
             raise _unreadable("the generation prompt is not at the end", asking)
         prompt = asking[len(without) :]
         header = _TRAILING_THINKING.sub("", prompt)
         around = _Surroundings(header, prompt[len(header) :])
-        text = {"role": "assistant", "content": "!"}
-        for turn, later in ((text, _QUESTION), (_CALLING, _ANSWERED), (_CALLING | {"content": "!"}, _ANSWERED)):
-            for rest in ([], later):
+        later = [_RESULT, _ANSWER, _QUESTION]
+        for turn, rest in ((_ANSWER, [_QUESTION]), (_CALLING, later), (_CALLING | {"content": "!"}, later)):
+            for conversation in ([*history, turn], [*history, turn, *rest]):
                 with contextlib.suppress(RecordRefused, UserError):
-                    self._learn_turn(around, without, [*history, turn, *rest], len(history))
+                    self._learn_turn(around, without, conversation, len(history))
         return around
 
     def _learn_turn(self, around: _Surroundings, history: str, messages: list[dict], index: int) -> None:
-        rendering, [turn] = self._mark(messages, [index], _marker(history))
+        rendering, [turn] = self._mark(_Conversation(messages, None, history, _marker(history)), [index])
         if rendering.startswith(history + around.header):
             gap = rendering[len(history + around.header) : turn.start]
             (around.call_gaps if turn.begins_with_call else around.text_gaps).add(gap)
         tail = rendering[turn.end :].rstrip()
         if turn.names and index == len(messages) - 1 and tail.endswith(self._enders):
             around.call_tails.add(tail)
+
+
+def _marked(message: dict, marker: str) -> dict:
+    """An assistant message with markers as content and as each call's arguments, without its thinking."""
+    if not message.get("tool_calls"):
+        return {"role": "assistant", "content": f"{marker}x"}
+    # Templates may write either the content or the calls.
+    turn = {"role": "assistant", "content": message["content"] and f"{marker}x", "tool_calls": message["tool_calls"]}
+    return with_arguments(
+        turn,
+        lambda call, given: f"{marker}c{call}x" if isinstance(given, str) else {"argument": f"{marker}c{call}x"},
+    )
 
 
 def _header_end(before: str, turn: _Turn, around: _Surroundings) -> int | None:
@@ -347,12 +308,6 @@ def _marker(text: str) -> str:
     while (marker := f"osprey{number}turn") in text:
         number += 1
     return marker
-
-
-def _stopped_clock(today: datetime.date) -> str:
-    """A Jinja macro in place of the clock that `strftime_now` reads."""
-    filters = "".join(f" | replace('%{code}', '{today.strftime('%' + code)}')" for code in "YymdjBbAaHIMSp")
-    return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n"  # the newline is trimmed
 
 
 def _unreadable(what: str, text: str) -> UserError:

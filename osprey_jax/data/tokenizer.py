@@ -1,8 +1,11 @@
 """A checkpoint's tokenizer."""
 
+import json
 import shutil
 from pathlib import Path
+from typing import Any
 
+import tokenizers
 import transformers
 
 from osprey_jax.command import UserError
@@ -22,15 +25,50 @@ TOKENIZER_FILES = (
 
 
 def load_tokenizer(directory: str | Path) -> transformers.PreTrainedTokenizerBase:
-    """The tokenizer in a local directory."""
+    """The tokenizer in a local directory; where there is a tokenizer.json, it decides how text becomes tokens.
+
+    transformers may build the class that tokenizer_config.json (or config.json's model type) names from the vocabulary
+    alone and with that class's own pre-tokenizer: DeepSeek's Qwen distillations then split text as Qwen does. The
+    generic class takes tokenizer.json as it is.
+    """
     directory = require_directory(directory, "a tokenizer")
     if not any((directory / name).is_file() for name in ("tokenizer.json", "vocab.json", "tokenizer.model")):
         # transformers would make an empty one of the model's config.
         raise UserError(f"{directory}: no tokenizer files; put tokenizer.json and tokenizer_config.json there too")
+    options = {"local_files_only": True, "trust_remote_code": False}
     try:
-        return transformers.AutoTokenizer.from_pretrained(directory, local_files_only=True, trust_remote_code=False)
+        tokenizer = transformers.AutoTokenizer.from_pretrained(directory, **options)
+        if not (directory / "tokenizer.json").is_file():
+            return tokenizer
+        written = _pipeline(tokenizers.Tokenizer.from_file(str(directory / "tokenizer.json")))
+        if tokenizer.is_fast and _pipeline(tokenizer.backend_tokenizer) == written:
+            return tokenizer
+        tokenizer = transformers.PreTrainedTokenizerFast.from_pretrained(directory, **options)
+        same = _pipeline(tokenizer.backend_tokenizer) == written
     except Exception as error:  # transformers and tokenizers raise many kinds for one cause
         raise UserError(f"{directory}: no usable tokenizer ({error})") from error
+    if not same:
+        raise UserError(f"{directory}: this transformers does not load tokenizer.json as it is written")
+    return tokenizer
+
+
+def _pipeline(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
+    """What makes tokens of text and text of tokens, without flags that change neither, and without added tokens."""
+
+    def essence(part: Any) -> Any:
+        if isinstance(part, list):
+            return [essence(item) for item in part]
+        if isinstance(part, dict):
+            return {key: essence(value) for key, value in part.items() if key != "trim_offsets"}
+        return part
+
+    parts, _, model = tokenizer.to_str().partition(',"model":')  # the last and by far the longest: left as text
+    parts = json.loads(parts + "}")
+    if (parts["decoder"] or {}).get("type") == "ByteLevel":
+        parts["decoder"] = "ByteLevel"  # a decoder ignores the flags that it shares with the pre-tokenizer
+    return {name: essence(parts[name]) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")} | {
+        "model": model
+    }
 
 
 def rows_needed(tokenizer: transformers.PreTrainedTokenizerBase) -> int:

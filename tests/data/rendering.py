@@ -3,12 +3,13 @@
 import numpy as np
 
 from osprey_jax.data.encoding import exact_tokenizer, span_mask
-from osprey_jax.data.spans import ChatTemplate
+from osprey_jax.data.rendering import ChatTemplate
+from osprey_jax.data.spans import SpanFinder
 
 
 def assistant_spans(tokenizer, messages, template_options=None):
     """(rendering, assistant spans in characters)."""
-    return ChatTemplate(tokenizer, template_options).assistant_spans(messages)
+    return SpanFinder(ChatTemplate(tokenizer, template_options)).assistant_spans(messages)
 
 
 def tokenize(tokenizer, messages, length, template_options=None):

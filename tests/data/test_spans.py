@@ -3,7 +3,8 @@
 import pytest
 
 from osprey_jax.command import UserError
-from osprey_jax.data.spans import ChatTemplate, RecordRefused
+from osprey_jax.data.rendering import ChatTemplate, RecordRefused
+from osprey_jax.data.spans import SpanFinder
 from osprey_jax.data.tokenizer import load_tokenizer
 from tests.data.rendering import assistant_spans, tokenize
 from tests.real_tokenizers import real_tokenizer
@@ -103,9 +104,9 @@ def test_empty_thinking_block(make_tokenizer):
 def test_unfinished_turn(make_tokenizer, template):
     """Of a turn that a limit cut the terminator is the template's, not the model's; other turns keep theirs."""
     messages = [user("hi"), assistant("hello"), user("no"), assistant("yes"), user("hi")]
-    template = ChatTemplate(make_tokenizer(template))
-    text, whole = template.assistant_spans(messages)
-    _, (first, second) = template.assistant_spans(messages, unfinished={1})
+    finder = SpanFinder(ChatTemplate(make_tokenizer(template)))
+    text, whole = finder.assistant_spans(messages)
+    _, (first, second) = finder.assistant_spans(messages, unfinished={1})
     assert first == whole[0] and text[slice(*first)].startswith("hello<")
     assert text[slice(*second)] == "yes"
 
@@ -156,7 +157,7 @@ def test_channel_after_the_generation_prompt(make_tokenizer):
 
 def test_tool_calls(make_tokenizer):
     """A turn without content, and one with: the calls are the model's."""
-    calls = [{"function": {"name": "yes"}}, {"function": {"name": "no"}}]
+    calls = [{"function": {"name": name, "arguments": {}}} for name in ("yes", "no")]
     messages = [user("hi"), assistant("", tool_calls=calls), {"role": "tool", "content": "no"}]
     messages += [assistant("hello", tool_calls=calls[:1])]
     assert supervised(make_tokenizer(QWEN3), messages) == [
