@@ -3,6 +3,7 @@
 import asyncio
 import dataclasses
 import email.utils
+import os
 import random
 import time
 from typing import Any
@@ -104,9 +105,16 @@ class Endpoint:
         except TimeoutError as error:
             raise Fault(f"no answer within {timeout:g} s") from error
         except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            raise Fault(f"no connection ({error})", certain=True) from error
+            raise Fault(f"no connection ({_cause(error)})", certain=True) from error
         except httpx2.HTTPError as error:
             raise Fault(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+
+
+def _cause(error: BaseException) -> str:
+    """What the operating system said, under what was made of it."""
+    while deeper := error.__cause__ or error.__context__:
+        error = deeper
+    return os.strerror(error.errno) if isinstance(error, OSError) and (error.errno or 0) > 0 else str(error)
 
 
 def jittered(delay: float) -> float:

@@ -156,6 +156,16 @@ def test_what_is_asked(start, config, tmp_path):
     assert len(set(seeds[0].values())) == len(seeds[0]) == sum(len(record["conversations"]) for record in RECORDS)
 
 
+def test_a_conversation_stays_where_it_is_cached(start, config):
+    """The next turn goes to the server that answered the last."""
+    fakes = [start(), start()]
+    for fake in fakes:
+        fake.delay = 0.02
+    regenerate(config(*fakes))
+    first, second = ({body["messages"][0]["content"] for body in fake.bodies} for fake in fakes)
+    assert first and second and not first & second
+
+
 def test_template_options_reach_the_server(start, config, tmp_path):
     target = with_template(tmp_path, "{% if loud %}!{% endif %}" + (TARGET / "chat_template.jinja").read_text())
     fake = start()
@@ -338,7 +348,7 @@ def test_a_server_without_a_word(start, config, capsys):
     """A server that is not there yet is waited for, or the others work without it until it comes."""
     late, sound = start(), start()
     late.stop()
-    with pytest.raises(UserError, match=r"no server answers \(http.*: no connection"):
+    with pytest.raises(UserError, match=r"no server answers \(http.*: no connection \(Connection refused\)"):
         regenerate(config(late))
     assert "waiting for a server" in capsys.readouterr().err
     sound.delay = 0.05
