@@ -178,7 +178,7 @@ class SpanFinder:
         rendering = self._template.render(marked, tools=conversation.tools)
 
         found: dict[int, list[re.Match]] = {index: [] for index in turns}
-        for match in re.finditer(rf"{marker}(\d+)(?:c(\d+))?x", rendering):
+        for match in re.finditer(rf"{marker}({'|'.join(map(str, turns))})(?:c(\d+))?x", rendering):
             found[int(match[1])].append(match)
         marked_turns = []
         for index, matches in found.items():

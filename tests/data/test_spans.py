@@ -6,8 +6,7 @@ from osprey_jax.command import UserError
 from osprey_jax.data.rendering import ChatTemplate, RecordRefused
 from osprey_jax.data.spans import SpanFinder
 from osprey_jax.data.tokenizer import load_tokenizer
-from tests.data.rendering import assistant_spans, tokenize
-from tests.real_tokenizers import real_tokenizer
+from tests.data.rendering import assistant_spans, supervised, tokenize
 
 CHATML = """{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>\n' }}{% endfor %}
 {%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"""
@@ -63,16 +62,6 @@ def user(content):
 
 def assistant(content, **fields):
     return {"role": "assistant", "content": content, **fields}
-
-
-def supervised(tokenizer, messages, options=None):
-    """The supervised text of each turn: from the characters, checked against the tokens."""
-    text, spans = assistant_spans(tokenizer, messages, options)
-    parts = [text[start:end] for start, end in spans]
-    token_ids, mask = tokenize(tokenizer, messages, 10_000, options)
-    assert tokenizer.decode(token_ids[mask == 1]) == "".join(parts)
-    assert tokenizer.decode(token_ids) == text
-    return parts
 
 
 def test_chatml(make_tokenizer):
@@ -252,36 +241,3 @@ def test_template_refuses_a_record(make_tokenizer):
     template = CHATML + "{% if messages | length == 3 %}{{ raise_exception('odd') }}{% endif %}"
     with pytest.raises(RecordRefused, match="odd"):
         assistant_spans(make_tokenizer(template), [user("a"), user("b"), assistant("c")])
-
-
-# ---- real templates
-
-CALL = [{"type": "function", "function": {"name": "add", "arguments": {"a": 1}}}]
-CALLED = '<tool_call>\n{"name": "add", "arguments": {"a": 1}}\n</tool_call><|im_end|>'
-
-
-@pytest.mark.network
-@pytest.mark.parametrize("options", [{}, {"enable_thinking": False}])
-def test_qwen3(options):
-    """Thinking dropped from old turns and kept in the last, calls, emoji, on Qwen3's own tokenizer and template."""
-    tokenizer = load_tokenizer(real_tokenizer("qwen3"))
-    messages = [{"role": "system", "content": "s"}, user("hi"), assistant("Hello 🙂 é", reasoning_content="why")]
-    messages += [user("<|im_end|>"), assistant("", tool_calls=CALL), {"role": "tool", "content": "2"}]
-    assert supervised(tokenizer, [*messages, assistant("\nTwo.")], options) == [
-        "Hello 🙂 é<|im_end|>",
-        CALLED,
-        "Two.<|im_end|>",
-    ]
-    assert supervised(tokenizer, [*messages, assistant("Two.", reasoning_content="1 + 1")], options) == [
-        "Hello 🙂 é<|im_end|>",
-        CALLED,
-        "<think>\n1 + 1\n</think>\n\nTwo.<|im_end|>",
-    ]
-
-
-@pytest.mark.network
-def test_llama3():
-    """Trimmed contents on Llama 3.1's own tokenizer."""
-    tokenizer = load_tokenizer(real_tokenizer("llama3_1"))
-    messages = [user("hi"), assistant(" Hello 🙂\n\nyou\n"), user("<|eot_id|>"), assistant("no")]
-    assert supervised(tokenizer, messages) == ["Hello 🙂\n\nyou<|eot_id|>", "no<|eot_id|>"]
