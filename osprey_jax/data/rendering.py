@@ -54,14 +54,21 @@ class ChatTemplate:
     ) -> str:
         """The conversation as text. Raises `RecordRefused`.
 
-        The arguments of tool calls are objects, as in serving; they become JSON text where the template refuses that.
+        The arguments of tool calls have to be objects, as in serving; they become JSON text where the template refuses
+        objects.
         """
+        calls = [call for message in messages for call in message.get("tool_calls", ())]
+        if not all(isinstance(call["function"]["arguments"], dict) for call in calls):
+            raise RecordRefused("a tool call's arguments are not a JSON object")
         try:
             return self._render(messages, add_generation_prompt, tools)
         except RecordRefused as refused:
-            if not any(message.get("tool_calls") for message in messages):
+            if not calls:
                 raise
-            texts = [with_arguments(message, lambda _, arguments: _json_text(arguments)) for message in messages]
+            texts = [
+                with_arguments(message, lambda _, arguments: json.dumps(arguments, ensure_ascii=False))
+                for message in messages
+            ]
             with contextlib.suppress(RecordRefused):
                 return self._render(texts, add_generation_prompt, tools)
             raise refused from None
@@ -90,10 +97,6 @@ def with_arguments(message: dict, change: Callable[[int, Any], Any]) -> dict:
     ]
     calls = zip(message["tool_calls"], functions, strict=True)
     return {**message, "tool_calls": [{**call, "function": function} for call, function in calls]}
-
-
-def _json_text(value: Any) -> str:
-    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
 
 
 def _stopped_clock(today: datetime.date) -> str:

@@ -254,10 +254,7 @@ def _marked(message: dict, marker: str) -> dict:
         return {"role": "assistant", "content": f"{marker}x"}
     # Templates may write either the content or the calls.
     turn = {"role": "assistant", "content": message["content"] and f"{marker}x", "tool_calls": message["tool_calls"]}
-    return with_arguments(
-        turn,
-        lambda call, given: f"{marker}c{call}x" if isinstance(given, str) else {"argument": f"{marker}c{call}x"},
-    )
+    return with_arguments(turn, lambda call, _: {"argument": f"{marker}c{call}x"})
 
 
 def _header_end(before: str, turn: _Turn, around: _Surroundings) -> int | None:

@@ -1,5 +1,7 @@
 """Each test renders with a small template of one family and spells out the part that must be supervised."""
 
+import datetime
+
 import pytest
 
 from osprey_jax.command import UserError
@@ -167,6 +169,68 @@ def test_awkward_contents(make_tokenizer, template, content):
     messages = [user(asked), assistant(content), user(asked), assistant("no"), user(content), assistant("no")]
     expected = [content + "<|im_end|>", "no<|im_end|>", "no<|im_end|>"]
     assert supervised(make_tokenizer(template), messages) == expected
+
+
+def test_two_renderings(make_tokenizer, monkeypatch):
+    """One more than the real one, however many turns."""
+    renderings = []
+    render = ChatTemplate.render
+    finder = SpanFinder(ChatTemplate(make_tokenizer(QWEN3)))
+    monkeypatch.setattr(ChatTemplate, "render", lambda *a, **k: renderings.append(1) or render(*a, **k))
+    call = {"function": {"name": "add", "arguments": {"a": 1}}}
+    messages = [user("hi"), assistant("", tool_calls=[call]), {"role": "tool", "content": "no"}, assistant("yes")] * 9
+    assert len(finder.assistant_spans(messages)[1]) == 18
+    assert len(renderings) == 2
+
+
+def test_text_outside_that_stands_twice(make_tokenizer):
+    """An answer that quotes the next question with its header is told from it."""
+    frame = "<|im_end|>\n<|im_start|>user\nno<|im_end|>\n<|im_start|>assistant\n"
+    messages = [user("hi"), assistant("yes" + frame), user("no"), assistant(frame[10:]), user("no"), assistant("yes")]
+    expected = ["yes" + frame + "<|im_end|>", frame[10:] + "<|im_end|>", "yes<|im_end|>"]
+    assert supervised(make_tokenizer(CHATML), messages) == expected
+
+
+def test_arguments_as_text(make_tokenizer):
+    """A template that wants text gets JSON; one that takes objects gets them."""
+    wants_text = QWEN3.replace("call.function.arguments | tojson", "call.function.arguments")
+    messages = [user("hi"), assistant("", tool_calls=[{"function": {"name": "no", "arguments": {"é": 1}}}])]
+    for template in (QWEN3, wants_text):
+        [turn] = supervised(make_tokenizer(template), messages)
+        assert turn.endswith('<tool_call>no{"é": 1}</tool_call><|im_end|>')
+
+
+def test_arguments_that_are_no_json(make_tokenizer):
+    """Serving refuses them."""
+    messages = [user("hi"), assistant("", tool_calls=[{"function": {"name": "no", "arguments": "{yes"}}])]
+    with pytest.raises(RecordRefused, match="arguments are not a JSON object"):
+        assistant_spans(make_tokenizer(QWEN3), messages)
+
+
+def test_message_that_becomes_two_turns(make_tokenizer):
+    """A call and a content as turns of their own would make the second header the model's."""
+    two = CHATML.replace(
+        "{{ '<|im_start|>'",
+        "{% for call in m.tool_calls or [] %}"
+        "{{ '<|im_start|>assistant\n' + call.function.arguments | tojson + '<|im_end|>\n' }}{% endfor %}"
+        "{{ '<|im_start|>'",
+        1,
+    )
+    messages = [user("hi"), assistant("yes", tool_calls=[{"function": {"name": "no", "arguments": {}}}])]
+    with pytest.raises(UserError, match="becomes more than one turn"):
+        assistant_spans(make_tokenizer(two, "<|im_end|>"), messages)
+
+
+@pytest.mark.parametrize("start", ["", "\n", "  ", "  {% if true %}\n yes{% endif %}"])
+def test_date_in_a_rendering(make_tokenizer, start):
+    """A day given in place of the clock's changes the date alone."""
+    template = start + "{{ strftime_now('%d %b %Y, %A; %Y-%m-%d') }} \n" + CHATML
+    today = datetime.date(2026, 7, 4)
+    [fixed, clock] = [ChatTemplate(make_tokenizer(template), today=day).render([user("hi")]) for day in (today, None)]
+    formats = "%d %b %Y, %A; %Y-%m-%d"
+    assert "04 Jul 2026, Saturday; 2026-07-04 " in fixed
+    days = [datetime.date.today() - datetime.timedelta(days) for days in (0, 1)]  # midnight may have passed
+    assert fixed in [clock.replace(day.strftime(formats), today.strftime(formats)) for day in days]
 
 
 def test_two_assistant_turns_in_a_row(make_tokenizer):
