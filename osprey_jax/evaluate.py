@@ -29,7 +29,7 @@ from osprey_jax import __version__
 from osprey_jax.command import UserError, run
 from osprey_jax.config import EvaluateConfig, parse_arguments
 from osprey_jax.data.conversations import Record, Rejection, prompt_messages, read_records
-from osprey_jax.data.spans import RecordRefused
+from osprey_jax.data.rendering import RecordRefused
 from osprey_jax.decoding.generate import generate
 from osprey_jax.decoding.requests import Request, by_length
 from osprey_jax.decoding.speculate import Speculation, speculate

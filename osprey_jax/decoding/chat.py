@@ -1,12 +1,14 @@
 """What is said between a conversation and a model: prompts as serving renders them, answers as messages."""
 
 import dataclasses
+import functools
 import re
 
 import transformers
 
 from osprey_jax.command import UserError
-from osprey_jax.data.spans import ChatTemplate, RecordRefused
+from osprey_jax.data.rendering import ChatTemplate, RecordRefused
+from osprey_jax.data.spans import SpanFinder
 
 # <think>, [THINK], ◁think▷ ... at the start of what the model wrote, or at the end of what it was asked with.
 _OPENING = r"([<\[◁])([\w:]*(?:think|reason)[\w:]*)([>\]▷])"
@@ -62,11 +64,15 @@ class Chat:
         rendered = self._rendered(messages, tidy)
         return tidy if rendered is not None and rendered == self._rendered(messages, as_given) else as_given
 
+    @functools.cached_property
+    def _finder(self) -> SpanFinder:
+        return SpanFinder(self.template)
+
     def _rendered(self, messages: list[dict], answer: dict) -> str | None:
         """The conversation up to the end of `answer`, without what ends a turn; None where that cannot be found."""
         turn = sum(message["role"] == "assistant" for message in messages)
         try:
-            text, spans = self.template.assistant_spans([*messages, answer], {turn})
+            text, spans = self._finder.assistant_spans([*messages, answer], {turn})
         except (RecordRefused, UserError):
             return None
         return text[: spans[-1][1]]

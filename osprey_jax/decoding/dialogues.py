@@ -7,7 +7,7 @@ from collections import Counter
 
 from osprey_jax.data.conversations import Record, asking_messages
 from osprey_jax.data.records import Rejection
-from osprey_jax.data.spans import RecordRefused
+from osprey_jax.data.rendering import RecordRefused
 from osprey_jax.decoding.chat import Chat
 
 

@@ -16,7 +16,7 @@ from tqdm import tqdm
 
 from osprey_jax.command import UserError
 from osprey_jax.config import RegenerateConfig
-from osprey_jax.data.spans import ChatTemplate
+from osprey_jax.data.rendering import ChatTemplate
 from osprey_jax.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from osprey_jax.decoding import endpoint
 from osprey_jax.decoding.chat import Chat

@@ -6,7 +6,7 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from osprey_jax.data.spans import ChatTemplate
+from osprey_jax.data.rendering import ChatTemplate
 from osprey_jax.data.tokenizer import check_tokenizer, load_tokenizer
 from osprey_jax.decoding.chat import Chat
 from osprey_jax.decoding.requests import stop_token_ids

@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from osprey_jax.data.spans import ChatTemplate
+from osprey_jax.data.rendering import ChatTemplate
 from osprey_jax.data.tokenizer import load_tokenizer
 from osprey_jax.decoding.chat import Chat, token_limit
 from tests.real_tokenizers import real_tokenizer
