@@ -203,16 +203,15 @@ def children(pid: int) -> list[int]:
 @pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(tmp_path, kills):
     """SIGKILL, wherever it falls: a later run ends with the rows of an undisturbed one."""
-    path, generator = write(tmp_path / "a.jsonl", 600), random.Random(kills)
-    began = time.monotonic()
+    path, generator, killed = write(tmp_path / "a.jsonl", 1600), random.Random(kills), 0
     whole, _ = finish(start(path, tmp_path / "whole"))
-    lasts = time.monotonic() - began
-    killed = 0
     for attempt in range(kills):
         cache = tmp_path / f"killed{attempt}"
-        for _ in range(3):  # several kills on the way of one preparation
+        for moment in sorted(generator.sample(range(140), 3)):  # several kills on the way of one preparation
             process = start(path, cache)
-            time.sleep(generator.uniform(0.3, 1.0) * lasts)
+            while progress(cache) < moment and process.poll() is None:
+                time.sleep(0.002)
+            time.sleep(generator.uniform(0, 0.05))
             killed += process.poll() is None
             process.kill()
             process.communicate()
@@ -220,6 +219,11 @@ def test_killed_at_random_moments(tmp_path, kills):
         assert rows.fingerprint == whole.fingerprint and rows.report == whole.report
         assert content(rows) == content(whole) and rejected(rows) == rejected(whole)
     assert killed >= kills, "most kills came in time"
+
+
+def progress(cache: Path) -> int:
+    """Parts that are made, those in shards included."""
+    return 4 * len(list(cache.glob("*.work/shard-*.json"))) + len(list(cache.glob("*.work/part-*.json")))
 
 
 def test_two_at_once(tmp_path):
