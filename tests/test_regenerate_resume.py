@@ -246,7 +246,8 @@ def test_killed_at_random_moments(kills, killing):
                 time.sleep(0.005)
             time.sleep(rng.uniform(0, 0.8))
             process.send_signal(rng.choice([signal.SIGKILL, signal.SIGTERM]))
-            process.communicate(timeout=30)
+            said, _ = process.communicate(timeout=30)
+            assert "Traceback" not in said
         finally:
             kill(process)
         if config.output.exists():

@@ -71,8 +71,13 @@ class Endpoint:
     async def close(self) -> None:
         await self._client.aclose()
 
-    async def card(self) -> Card:
-        """Raises `Fault`."""
+    async def card_or_fault(self) -> Card | Fault:
+        try:
+            return await self._card()
+        except Fault as fault:
+            return fault
+
+    async def _card(self) -> Card:
         value = _json(await self._send("GET", "/v1/models", None, _MODELS_S))
         try:
             first = value["data"][0]

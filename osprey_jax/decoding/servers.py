@@ -1,18 +1,11 @@
-"""Dialogues answered by a pool of OpenAI-compatible servers (SGLang) that serve one model.
-
-Each server has at most `concurrency` requests at a time. One that cannot be reached, or fails several times in a row,
-is taken out and asked for its model again and again; once it tells, one conversation tries it, and when that is
-answered it is in again. Meanwhile its conversations go to the others.
-"""
+"""Dialogues answered by OpenAI-compatible servers (SGLang): what they serve, and the loop in which they are asked."""
 
 import asyncio
-import dataclasses
-import hashlib
+import signal
 import sys
 import time
-from typing import Any, Literal
-
-from tqdm import tqdm
+from collections.abc import Coroutine
+from typing import Any, TypeVar
 
 from osprey_jax.command import UserError
 from osprey_jax.config import RegenerateConfig
@@ -20,14 +13,13 @@ from osprey_jax.data.rendering import ChatTemplate
 from osprey_jax.data.tokenizer import TOKENIZER_FILES, load_tokenizer
 from osprey_jax.decoding import endpoint
 from osprey_jax.decoding.chat import Chat
-from osprey_jax.decoding.dialogues import Dialogue, Question, Unanswerable
-from osprey_jax.decoding.endpoint import Answer, Card, Endpoint, Fault, Refused, jittered
+from osprey_jax.decoding.dialogues import Dialogue
+from osprey_jax.decoding.endpoint import Card, Endpoint, jittered
+from osprey_jax.decoding.pool import Pool, say
 from osprey_jax.decoding.sink import Sink
 from osprey_jax.files import fingerprint, read_json
 
-_FAULTS_IN_A_ROW = 3  # after which a server is out
-_TRIES = 8  # of a turn
-_REFUSALS = 50  # and no answer: it is the requests, not the conversations
+Result = TypeVar("Result")
 
 
 class Source:
@@ -38,7 +30,7 @@ class Source:
         self._config = config
         tokenizer = load_tokenizer(config.target)
         template = ChatTemplate(tokenizer, config.template_options)
-        self._card = asyncio.run(_discover(config))
+        self._card = _run(_discover(config))
         context = self._card.context or read_json(config.target / "config.json").get("max_position_embeddings")
         if type(context) is not int:
             raise UserError(f"{config.target}: neither its config nor the servers tell the length of the context")
@@ -49,12 +41,28 @@ class Source:
     def answer(self, dialogues: list[Dialogue], sink: Sink) -> None:
         """Empties `dialogues`. Raises `UserError`: no server for too long, or all requests are refused."""
         try:
-            asyncio.run(_Pool(self._config, self._chat, self._card).answer(dialogues, sink))
+            _run(Pool(self._config, self._chat, self._card).answer(dialogues, sink))
         except BaseExceptionGroup as group:
             error: BaseException = group
             while isinstance(error, BaseExceptionGroup):
                 error = error.exceptions[0]
             raise error from None
+
+
+def _run(work: Coroutine[Any, Any, Result]) -> Result:
+    """`asyncio.run`, whose tasks end in order at SIGTERM too, not only at Ctrl-C."""
+
+    async def cancellable() -> Result:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
+        return await work
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return asyncio.run(cancellable())
+    except asyncio.CancelledError:
+        sys.exit(143)
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 async def _discover(config: RegenerateConfig) -> Card:
@@ -63,7 +71,7 @@ async def _discover(config: RegenerateConfig) -> Card:
     until, delay = time.monotonic() + endpoint.PATIENCE_S, endpoint.FIRST_DELAY_S
     try:
         while True:
-            results = await asyncio.gather(*(_card(one) for one in endpoints))
+            results = await asyncio.gather(*(one.card_or_fault() for one in endpoints))
             found = {one.url: card for one, card in zip(endpoints, results, strict=True) if isinstance(card, Card)}
             if found:
                 break
@@ -71,7 +79,7 @@ async def _discover(config: RegenerateConfig) -> Card:
             if time.monotonic() > until:
                 raise UserError(f"no server answers ({reasons})")
             if delay == endpoint.FIRST_DELAY_S:
-                _say(f"waiting for a server ({reasons})")
+                say(f"waiting for a server ({reasons})")
             await asyncio.sleep(jittered(delay))
             delay = min(2 * delay, endpoint.LONGEST_DELAY_S)
     finally:
@@ -82,247 +90,3 @@ async def _discover(config: RegenerateConfig) -> Card:
         raise UserError(f"the servers have different models ({models}); sglang has --served-model-name")
     contexts = [card.context for card in found.values() if card.context is not None]
     return Card(next(iter(found.values())).model, min(contexts, default=None))
-
-
-async def _card(one: Endpoint) -> Card | Fault:
-    try:
-        return await one.card()
-    except Fault as fault:
-        return fault
-
-
-@dataclasses.dataclass
-class _Load:
-    """Requests that a server has. One that was out starts anew, whatever became of what it had."""
-
-    busy: int = 0
-
-
-class _Server:
-    """A server's part in the pool: `in`, `out`, or on `trial` with one request."""
-
-    def __init__(self, url: str, timeout: float):
-        self.endpoint = Endpoint(url, timeout)
-        self.state: Literal["in", "out", "trial"] = "out"
-        self.is_out = asyncio.Event()
-        self.is_out.set()
-        self.load = _Load()
-        self.faults = 0  # since its last answer
-        self.delay = endpoint.FIRST_DELAY_S
-        self.reason = ""  # for being out
-        self.other_prompts = False  # said that it renders prompts in another way
-
-    def __str__(self) -> str:
-        return self.endpoint.url
-
-
-class _Failed(Exception):
-    """All tries of a turn failed; the last reason."""
-
-
-class _Pool:
-    def __init__(self, config: RegenerateConfig, chat: Chat, card: Card):
-        self._config = config
-        self._chat = chat
-        self._card = card
-        self._servers = [_Server(url, config.timeout) for url in config.servers]
-        self._changed = asyncio.Event()  # a place may be free; replaced whenever it is set
-        self._none_since: float | None = time.monotonic()  # that no server is in
-        self._answers = self._refusals = 0
-
-    async def answer(self, dialogues: list[Dialogue], sink: Sink) -> None:
-        number = min(len(dialogues), len(self._servers) * self._config.concurrency)
-        dialogues.reverse()
-        try:
-            async with asyncio.TaskGroup() as group:
-                tending = [group.create_task(self._tend(server)) for server in self._servers]
-                tending.append(group.create_task(self._watch()))
-                async with asyncio.TaskGroup() as workers:
-                    for _ in range(number):
-                        workers.create_task(self._work(dialogues, sink))
-                for task in tending:
-                    task.cancel()
-        finally:
-            for server in self._servers:
-                await server.endpoint.close()
-
-    # ---- conversations
-
-    async def _work(self, waiting: list[Dialogue], sink: Sink) -> None:
-        while waiting:
-            await self._converse(waiting.pop(), sink)
-
-    async def _converse(self, dialogue: Dialogue, sink: Sink) -> None:
-        server = None
-        try:
-            while not dialogue.complete:
-                question = dialogue.question(self._chat, self._config.max_new_tokens)
-                answer, server = await self._ask(question, server)
-                self._answers += 1
-                dialogue.answer(question, self._message(question, answer), answer.finish_reason)
-                sink.tokens(answer.tokens or 0)
-            sink.finished(dialogue)
-        except Unanswerable as reason:
-            sink.finished(dialogue, str(reason))
-        except Refused as reason:
-            sink.finished(dialogue, str(reason))
-            self._refusals += 1
-            if self._refusals >= _REFUSALS and not self._answers:
-                raise UserError(f"the first {self._refusals} requests were all {reason}") from reason
-        except _Failed as reason:
-            sink.failed(dialogue, str(reason))
-
-    def _message(self, question: Question, answer: Answer) -> dict[str, str]:
-        if answer.reasoning:
-            return self._chat.tidied(question.messages, answer.reasoning, answer.content)
-        return self._chat.message(question.messages, answer.content)
-
-    async def _ask(self, question: Question, last: _Server | None) -> tuple[Answer, _Server]:
-        """The answer and the server that gave it, `last` if it can: it has the conversation in its cache."""
-        body, tries, avoided = self._body(question), 0, None
-        while True:
-            server, load = await self._place(last, avoided)
-            try:
-                answer = await server.endpoint.ask(body)
-                self._worked(server)
-                self._compare(question, answer, server)
-                return answer, server
-            except Refused:
-                self._worked(server)
-                raise
-            except Fault as fault:
-                self._fault(server, fault)
-                avoided = server
-                if not fault.certain:
-                    tries += 1
-                    if tries == _TRIES:
-                        raise _Failed(f"{_TRIES} tries failed, the last with {fault} ({server})") from fault
-            finally:
-                load.busy -= 1
-                self._notify()
-            if tries and not any(other.state == "in" for other in self._servers if other is not server):
-                await asyncio.sleep(jittered(min(endpoint.FIRST_DELAY_S * 2**tries, endpoint.LONGEST_DELAY_S)))
-
-    def _body(self, question: Question) -> dict[str, Any]:
-        config = self._config
-        name = f"{config.seed} {question.number} {question.turn}"
-        body = {
-            "model": self._card.model,
-            "messages": question.messages,
-            "max_tokens": question.limit,
-            "temperature": config.temperature,
-            "top_p": config.top_p,
-            "seed": int.from_bytes(hashlib.sha256(name.encode()).digest()[:4]) >> 1,
-            # What servers else take from the model's generation_config.json, even where sampling is greedy.
-            "top_k": -1,
-            "min_p": 0.0,
-            "repetition_penalty": 1.0,
-        }
-        return body | ({"chat_template_kwargs": config.template_options} if config.template_options else {})
-
-    def _compare(self, question: Question, answer: Answer, server: _Server) -> None:
-        ours, theirs = len(question.prompt), answer.prompt_tokens
-        if theirs not in (None, ours) and not server.other_prompts:
-            server.other_prompts = True
-            _say(
-                f"warning: {server} reads {theirs} tokens where {self._config.target} makes {ours} of a prompt: "
-                "another tokenizer or chat template, or other template_options"
-            )
-
-    # ---- servers
-
-    async def _place(self, last: _Server | None, avoided: _Server | None) -> tuple[_Server, _Load]:
-        """A server with a free place, which is then taken."""
-        most = {"in": self._config.concurrency, "trial": 1, "out": 0}
-        while True:
-            free = [server for server in self._servers if server.load.busy < most[server.state]]
-            if free:
-                best = min(free, key=lambda server: (server is avoided, server is not last, server.load.busy))
-                best.load.busy += 1
-                return best, best.load
-            await self._changed.wait()
-
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
-
-    def _move(self, server: _Server, state: Literal["in", "out", "trial"]) -> None:
-        server.state = state
-        if any(server.state == "in" for server in self._servers):
-            self._none_since = None
-        elif self._none_since is None:
-            self._none_since = time.monotonic()
-        self._notify()
-
-    def _worked(self, server: _Server) -> None:
-        server.faults = 0
-        if server.state != "in":
-            self._enter(server)
-
-    def _enter(self, server: _Server) -> None:
-        if server.reason:
-            _say(f"{server}: in again")
-        server.reason, server.delay = "", endpoint.FIRST_DELAY_S
-        server.is_out.clear()
-        self._move(server, "in")
-
-    def _fault(self, server: _Server, fault: Fault) -> None:
-        if server.state == "out":  # known; this request is from before
-            return
-        server.faults += 1
-        if server.state == "trial" or fault.certain or server.faults >= _FAULTS_IN_A_ROW:
-            self._leave(server, str(fault))
-
-    def _leave(self, server: _Server, reason: str) -> None:
-        if reason != server.reason:
-            _say(f"{server}: out ({reason})")
-        server.reason, server.load = reason, _Load()
-        server.is_out.set()
-        self._move(server, "out")
-
-    async def _tend(self, server: _Server) -> None:
-        """Find out when `server` may be in."""
-        while True:
-            await server.is_out.wait()
-            if server.reason:
-                await asyncio.sleep(jittered(server.delay))
-                server.delay = min(2 * server.delay, endpoint.LONGEST_DELAY_S)
-            wrong = await self._wrong(server)
-            if server.state != "out":  # a request from before was answered
-                continue
-            if wrong:
-                self._leave(server, wrong)
-            elif server.reason:
-                server.faults = 0
-                server.is_out.clear()
-                self._move(server, "trial")
-            else:
-                self._enter(server)
-
-    async def _wrong(self, server: _Server) -> str | None:
-        """Why `server` cannot be asked, as far as it tells."""
-        card = await _card(server.endpoint)
-        if isinstance(card, Fault):
-            return str(card)
-        if card.model != self._card.model:
-            return f"has the model {card.model}, the others {self._card.model}"
-        if card.context is not None and card.context < self._chat.context:
-            return f"has a context of {card.context} tokens, the others {self._chat.context}"
-        return None
-
-    async def _watch(self) -> None:
-        """Give up when no server has been in for too long, none that is being tried aside."""
-        while True:
-            await asyncio.sleep(endpoint.PATIENCE_S / 100)
-            on_trial = any(server.state == "trial" and server.load.busy for server in self._servers)
-            none_for = 0.0 if self._none_since is None else time.monotonic() - self._none_since
-            if none_for > endpoint.PATIENCE_S and not on_trial:
-                reasons = "; ".join(f"{server}: {server.reason}" for server in self._servers)
-                raise UserError(
-                    f"no server has answered for {none_for:.0f} s ({reasons}); what is answered is kept, run the same "
-                    "command again to go on"
-                )
-
-
-def _say(text: str) -> None:
-    tqdm.write(text, file=sys.stderr)
