@@ -52,6 +52,15 @@ class _Server:
         return self.endpoint.url
 
 
+class _Waiting:
+    """A conversation without a place."""
+
+    def __init__(self, last: _Server | None, avoided: _Server | None):
+        self.last = last
+        self.avoided = avoided
+        self.place: asyncio.Future[tuple[_Server, _Load]] = asyncio.get_running_loop().create_future()
+
+
 class _Failed(Exception):
     """All tries of a turn failed; the last reason."""
 
@@ -62,7 +71,7 @@ class Pool:
         self._chat = chat
         self._card = card
         self._servers = [_Server(url, config.timeout) for url in config.servers]
-        self._changed = asyncio.Event()  # a place may be free; replaced whenever it is set
+        self._waiting: list[_Waiting] = []  # in the order in which they get places
         self._none_since: float | None = time.monotonic()  # that no server is in
         self._answers = self._refusals = 0
 
@@ -135,9 +144,9 @@ class Pool:
                         raise _Failed(f"{_TRIES} tries failed, the last with {fault} ({server})") from fault
             finally:
                 load.busy -= 1
-                self._notify()
-            if tries and not any(other.state == "in" for other in self._servers if other is not server):
-                await asyncio.sleep(jittered(min(endpoint.FIRST_DELAY_S * 2**tries, endpoint.LONGEST_DELAY_S)))
+                self._assign()
+            if tries:
+                await asyncio.sleep(jittered(min(endpoint.FIRST_DELAY_S * 2 ** (tries - 1), endpoint.LONGEST_DELAY_S)))
 
     def _body(self, question: Question) -> dict[str, Any]:
         config = self._config
@@ -168,19 +177,25 @@ class Pool:
     # ---- servers
 
     async def _place(self, last: _Server | None, avoided: _Server | None) -> tuple[_Server, _Load]:
-        """A server with a free place, which is then taken."""
-        most = {"in": self._config.concurrency, "trial": 1, "out": 0}
-        while True:
-            free = [server for server in self._servers if server.load.busy < most[server.state]]
-            if free:
-                best = min(free, key=lambda server: (server is avoided, server is not last, server.load.busy))
-                best.load.busy += 1
-                return best, best.load
-            await self._changed.wait()
+        """A server with a free place, which is then taken: `last` if it can be, `avoided` only if no other is in."""
+        waiting = _Waiting(last, avoided)
+        self._waiting.append(waiting)
+        self._assign()
+        return await waiting.place
 
-    def _notify(self) -> None:
-        self._changed.set()
-        self._changed = asyncio.Event()
+    def _assign(self) -> None:
+        """Give free places to those who wait, first come, first served."""
+        most = {"in": self._config.concurrency, "trial": 1, "out": 0}
+        self._waiting = [waiting for waiting in self._waiting if not waiting.place.cancelled()]
+        for waiting in list(self._waiting):
+            free = [server for server in self._servers if server.load.busy < most[server.state]]
+            if any(server.state == "in" for server in self._servers if server is not waiting.avoided):
+                free = [server for server in free if server is not waiting.avoided]
+            if free:
+                best = min(free, key=lambda server, last=waiting.last: (server is not last, server.load.busy))
+                best.load.busy += 1
+                self._waiting.remove(waiting)
+                waiting.place.set_result((best, best.load))
 
     def _move(self, server: _Server, state: Literal["in", "out", "trial"]) -> None:
         server.state = state
@@ -188,7 +203,7 @@ class Pool:
             self._none_since = None
         elif self._none_since is None:
             self._none_since = time.monotonic()
-        self._notify()
+        self._assign()
 
     def _worked(self, server: _Server) -> None:
         server.faults = 0

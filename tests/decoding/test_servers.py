@@ -102,6 +102,33 @@ def test_a_server_that_hangs(start, config):
     assert read(config(sound).output) == answered()
 
 
+def test_a_conversation_goes_elsewhere(start, config):
+    """What fails on one server is asked of another."""
+    failing, sound = start(), start()
+    failing.fault = lambda number, body: (
+        500 if body["messages"][0]["content"] in ("question 3.0", "question 6.0") else None
+    )
+    regenerate(config(failing, sound))
+    assert read(config(sound).output) == answered()
+    asked = [body["messages"][0]["content"] for body in failing.bodies]
+    assert max(asked.count("question 3.0"), asked.count("question 6.0")) == 1
+
+
+def test_what_a_server_had_does_not_keep_it_out(start, config):
+    """Requests that hang from before it was out are no part of what it can do when it is back."""
+    fake = start()
+    times = []
+
+    def fault(number, body):
+        times.append(time.monotonic())
+        return "hang" if number < 2 else 401 if number == 2 else None
+
+    fake.fault = fault
+    regenerate(config(fake, timeout=2.0))
+    assert read(config(fake).output) == answered()
+    assert times[9] - times[0] < 1.5
+
+
 def test_a_dead_server_is_taken_out_and_taken_back(start, config, capsys):
     """Its conversations go to the other; it is asked again until it answers, and then has its share."""
     dying, other = start(), start()
@@ -125,6 +152,7 @@ def test_a_dead_server_is_taken_out_and_taken_back(start, config, capsys):
     said = capsys.readouterr().err
     assert f"{dying.url}: out (" in said and f"{dying.url}: in again" in said
     assert len(dying.bodies) > 30
+    assert other.most <= 3, "what it takes over is no reason to have more at a time"
 
 
 def test_no_more_at_a_time_than_allowed(start, config):
@@ -134,6 +162,8 @@ def test_no_more_at_a_time_than_allowed(start, config):
         fake.delay = 0.05
     regenerate(config(*fakes))
     assert [fake.most for fake in fakes] == [3, 3]
+    first = {body["messages"][0]["content"] for fake in fakes for body in fake.bodies[:3]}
+    assert first == {f"question {i}.0" for i in range(6)}, "in the input's order"
 
 
 def test_what_is_asked(start, config, tmp_path):
@@ -344,6 +374,13 @@ def test_a_server_that_answers_probes_alone(fault, records, start, config, tmp_p
     with pytest.raises(UserError, match=r"no server has answered"):
         regenerate(config(fake))
     assert fake.probes > 2
+    if fault != "busy":
+        assert len(fake.bodies) <= 2 * 3 + fake.probes, "one conversation tries it, after each probe"
+
+
+def at_request(count, action):
+    """A fault that is none, but `action` at that request."""
+    return lambda number, body: action() if number == count else None
 
 
 def test_a_server_without_a_word(start, config, capsys):
@@ -354,7 +391,7 @@ def test_a_server_without_a_word(start, config, capsys):
         regenerate(config(late))
     assert "waiting for a server" in capsys.readouterr().err
     sound.delay = 0.05
-    threading.Timer(0.2, late.start).start()
+    sound.fault = at_request(3, late.start)
     regenerate(config(late, sound, concurrency=1))
     assert read(config(sound).output) == answered()
     assert late.bodies and "in again" in capsys.readouterr().err
@@ -367,12 +404,12 @@ def test_servers_of_different_models(start, config, capsys):
         regenerate(config(one, other))
     other.stop()
     one.delay = 0.05
-    threading.Timer(0.2, other.start).start()
+    one.fault = at_request(3, other.start)
     regenerate(config(one, other, concurrency=1))
     assert not other.bodies and "out (has the model other, the others golden)" in capsys.readouterr().err
     smaller = start(context=100)
     smaller.stop()
-    threading.Timer(0.2, smaller.start).start()
+    one.fault = at_request(len(one.bodies) + 3, smaller.start)
     regenerate(config(one, smaller, concurrency=1, output=config(one).output.with_name("2.jsonl")))
     assert not smaller.bodies and "has a context of 100 tokens, the others 512" in capsys.readouterr().err
 
