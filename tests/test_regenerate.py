@@ -1,3 +1,4 @@
+import shutil
 import threading
 from pathlib import Path
 
@@ -8,10 +9,11 @@ from osprey_jax.config import RegenerateConfig
 from osprey_jax.decoding import in_process
 from osprey_jax.decoding.generate import generate
 from osprey_jax.decoding.journal import Journal
-from osprey_jax.decoding.requests import Request
-from osprey_jax.decoding.target import open_target
+from osprey_jax.decoding.requests import Completion, Request
+from osprey_jax.decoding.target import Target, open_target
 from osprey_jax.regenerate import regenerate
 from tests.decoding.fake_server import FakeServer, read, write
+from tests.decoding.test_chat import THINKING
 
 GOLDEN = Path(__file__).parent / "golden"
 TARGET = GOLDEN / "qwen3/target"
@@ -148,6 +150,20 @@ def test_a_killed_run_goes_on_where_it_stopped(config, monkeypatch):
     calls += [0, 0]
     regenerate(config(**sampled))
     assert sum(calls) == 2, "only the two turns of the second group were missing"
+
+
+def test_the_targets_thinking_is_kept_apart(config, tmp_path, monkeypatch):
+    """What the model writes around it is the template's; the next turn is asked with it as `reasoning_content`."""
+    shutil.copytree(TARGET, tmp_path / "target", ignore=shutil.ignore_patterns("*.safetensors"))
+    (tmp_path / "target/chat_template.jinja").write_text(THINKING)
+    target = open_target(tmp_path / "target", {})
+    text = "<think>\nhm\n</think>\n\nyes<|im_end|>"
+    written = Completion(target.tokenizer(text, add_special_tokens=False)["input_ids"], "stop")
+    monkeypatch.setattr(Target, "load", lambda *_: None)
+    monkeypatch.setattr(in_process, "generate", lambda model, requests, **_: [written] * len(requests))
+    regenerate(config(target=tmp_path / "target"))
+    answers = [m for record in read(config().output) for m in record["conversations"] if m["role"] == "assistant"]
+    assert answers == [{"role": "assistant", "reasoning_content": "hm", "content": "yes"}] * 4
 
 
 def test_sampling_does_not_depend_on_the_batch(config):
