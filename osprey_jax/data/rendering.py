@@ -11,6 +11,7 @@ import jinja2
 import transformers
 
 from osprey_jax.command import UserError
+from osprey_jax.data.jinja import compile_template
 
 _NOT_OPTIONS = ("messages", "add_generation_prompt", "tokenize")  # what `render` decides
 
@@ -35,15 +36,18 @@ class ChatTemplate:
         """
         self.tokenizer = tokenizer
         self._options = options or {}
+        self._special_tokens = tokenizer.special_tokens_map
         try:
-            self._source = tokenizer.get_chat_template()
+            source = tokenizer.get_chat_template()
         except ValueError as error:
             raise UserError(f"{tokenizer.name_or_path}: the tokenizer has no chat template") from error
         for name in self._options:
-            if name in _NOT_OPTIONS or not re.search(rf"\b{re.escape(name)}\b", self._source):
+            if name in _NOT_OPTIONS or not re.search(rf"\b{re.escape(name)}\b", source):
                 raise UserError(f"template_options: the chat template has no option {name!r}")
-        if today is not None and "strftime_now" in self._source:
-            self._source = _stopped_clock(today) + self._source
+        try:
+            self._template = compile_template(source, today)
+        except jinja2.TemplateError as error:
+            raise UserError(f"{tokenizer.name_or_path}: the chat template is no valid Jinja ({error})") from error
         try:
             self.render([{"role": "user", "content": "?"}], add_generation_prompt=True)
         except RecordRefused as error:
@@ -74,15 +78,15 @@ class ChatTemplate:
             raise refused from None
 
     def _render(self, messages: list[dict], add_generation_prompt: bool, tools: list[dict] | None) -> str:
-        options = self._options | ({"tools": tools} if tools else {})
+        # As `apply_chat_template`, gpt-oss's name for the reasoning included; it copies the messages twice besides.
+        served = [
+            {"thinking": message["reasoning_content"], **message} if "reasoning_content" in message else message
+            for message in messages
+        ]
+        given = {"tools": None, "documents": None} | self._special_tokens | self._options
+        given |= {"tools": tools} if tools else {}
         try:
-            return self.tokenizer.apply_chat_template(
-                messages,
-                chat_template=self._source,
-                tokenize=False,
-                add_generation_prompt=add_generation_prompt,
-                **options,
-            )
+            return self._template.render(messages=served, add_generation_prompt=add_generation_prompt, **given)
         except (jinja2.TemplateError, TypeError, ValueError, KeyError, AttributeError) as error:  # odd tool calls
             raise RecordRefused(str(error)) from error
 
@@ -97,9 +101,3 @@ def with_arguments(message: dict, change: Callable[[int, Any], Any]) -> dict:
     ]
     calls = zip(message["tool_calls"], functions, strict=True)
     return {**message, "tool_calls": [{**call, "function": function} for call, function in calls]}
-
-
-def _stopped_clock(today: datetime.date) -> str:
-    """A Jinja macro in place of the clock that `strftime_now` reads."""
-    filters = "".join(f" | replace('%{code}', '{today.strftime('%' + code)}')" for code in "YymdjBbAaHIMSp")
-    return f"{{% macro strftime_now(format) %}}{{{{ format{filters} }}}}{{% endmacro %}}\n"  # the newline is trimmed

@@ -300,3 +300,75 @@ def test_all_turns_at_once(small, make_tokenizer, monkeypatch, name):
     assert sum(certain) > len(certain) / 2 or name == "base"  # without headers only contents are outside
     monkeypatch.setattr(SpanFinder, "_spans_of_all", lambda _, conversation, turns: [None] * len(turns))
     assert [outcome(finder, messages) for messages in conversations] == at_once
+
+
+# ---- the same text as transformers'
+
+
+def served(tokenizer, messages, **options):
+    try:
+        return tokenizer.apply_chat_template(messages, tokenize=False, **options)
+    except Exception as error:
+        return str(error)
+
+
+def rendered(template, messages, **options):
+    try:
+        return template.render(messages, **options)
+    except RecordRefused as error:
+        return str(error)
+
+
+@pytest.mark.parametrize("name", [*SPECIAL, *OURS])
+def test_text_of_transformers(small, make_tokenizer, name):
+    """What serving renders, to the letter, errors of templates included."""
+    tokenizer = make_tokenizer(OURS[name]) if name in OURS else small(name)
+    template, rng = ChatTemplate(tokenizer), random.Random(name)
+    for _ in range(40):
+        messages = random_conversation(rng)
+        if name == "deepseek_r1" and any("tool_calls" in message for message in messages):
+            continue  # it wants arguments as text
+        for add_generation_prompt in (True, False):
+            expected = served(tokenizer, messages, add_generation_prompt=add_generation_prompt)
+            assert rendered(template, messages, add_generation_prompt=add_generation_prompt) == expected
+
+
+@pytest.mark.parametrize(
+    "template",
+    [
+        "  {% if true %}\n  yes\n  {% endif %}\n {{ messages | tojson(indent=2) }} {{ '<é>' | tojson }}",
+        "{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
+        "{% set ns = namespace(a=[], self=1) %}{% set ns.b = messages[0].nothing %}{{ ns.a }}{{ ns.b }}{{ ns.c }}",
+        "{{ messages[0].items() | list }}{{ messages[0].get('role') }}{{ messages[0].keys is callable }}{{ dict(a=1) }}",
+        "{{ '{0}'.format(messages[0].role) }}{{ 'a b'.split() }}{{ dict.fromkeys(['a'], 2) }}{{ eos_token }}",
+        "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ messages[0].thinking }}{{ tools }}",
+        "{{ raise_exception('no') if messages | length == 3 }}{{ strftime_now('%Y') }}",
+        "{{ messages[0].__class__ }}",
+        "{{ '{0.__class__}'.format(messages) }}",
+        "{{ messages[0].update({'a': 1}) }}",
+        "{{ messages[0].content.nothing.nothing }}",
+        "{% set ns = namespace(a=1) %}{{ ns.__class__ }}",
+        "{{ dict.mro is defined }}",
+    ],
+)
+def test_language_of_transformers(make_tokenizer, template):
+    """Blocks, filters, functions, and what the sandbox forbids are transformers'."""
+    template = "{% if messages[0].content == '?' %}?{% else %}" + template + "{% endif %}"
+    tokenizer = make_tokenizer(template)
+    for messages in (TALK, [user("hi") | {"reasoning_content": "no"}], [user("{}")] * 3):
+        assert rendered(ChatTemplate(tokenizer), messages) == served(tokenizer, messages)
+
+
+@pytest.mark.parametrize(
+    "template", ["{% set ns = namespace(_a=1) %}", "{% set ns = namespace() %}{% set ns._a = 1 %}"]
+)
+def test_namespace_of_a_hostile_template(make_tokenizer, template):
+    """Names of Python's own are not for templates."""
+    with pytest.raises(UserError, match="_a"):
+        ChatTemplate(make_tokenizer(template))
+
+
+def test_invalid_template(make_tokenizer):
+    """One line, not Jinja's traceback."""
+    with pytest.raises(UserError, match="no valid Jinja"):
+        ChatTemplate(make_tokenizer("{% for m in messages %}"))
