@@ -263,9 +263,6 @@ def _header_end(before: str, turn: _Turn, around: _Surroundings) -> int | None:
         gaps = [gap.replace(_NAME, turn.names[0]) for gap in around.call_gaps]
     else:
         gaps = around.text_gaps
-        start = before.rfind(around.header)
-        if start >= 0 and _EMPTY_THINKING.fullmatch(before, start + len(around.header)):
-            return start + len(around.header)
     gap = max((gap for gap in gaps if before.endswith(around.header + gap)), key=len, default=None)
     return None if gap is None else len(before) - len(gap)
 
@@ -287,7 +284,7 @@ def _certain_places(text: str, outside: Sequence[str]) -> list[tuple[int, int] |
 def _earliest(text: str, parts: Sequence[str]) -> list[int] | None:
     """Where the parts begin when each stands as early as it can: the first at the beginning, the last at the end."""
     limit = len(text) - len(parts[-1])
-    if not text.startswith(parts[0]) or not text.endswith(parts[-1]) or len(parts[0]) > limit:
+    if not text.startswith(parts[0]) or not text.endswith(parts[-1]):
         return None
     starts, position = [0], len(parts[0])
     for part in parts[1:-1]:

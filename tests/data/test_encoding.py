@@ -247,6 +247,24 @@ def test_mask(split, form):
         assert span_mask(encoding, spans, length).tolist() == expected.tolist(), (whole, spans)
 
 
+def test_tokens_without_characters(make_tokenizer):
+    """At a span's edge they belong to what lies outside, inside they are the model's."""
+    encoding = make_tokenizer().backend_tokenizer.encode("no  yes  no")  # the offsets leave spaces out
+    assert encoding.offsets == [(0, 2), (3, 3), (4, 7), (8, 8), (9, 11)]
+    assert span_mask(encoding, [(3, 11)], 100).tolist() == [False, False, True, True, True]
+    assert span_mask(encoding, [(0, 8)], 100).tolist() == [True, True, True, False, False]
+
+
+def test_tokenizer_that_truncates(make_tokenizer):
+    """A limit or padding of the tokenizer's own has no effect, in the tokenizer given either."""
+    tokenizer = make_tokenizer(CHATML)
+    tokenizer.backend_tokenizer.enable_truncation(5)
+    tokenizer.backend_tokenizer.enable_padding(length=500)
+    [tokens] = ConversationEncoder(tokenizer, 1000).encode([record(PAIR)])
+    assert tokenizer.decode(tokens.token_ids).endswith("yes no yes no<|im_end|>\n")
+    assert tokenizer.backend_tokenizer.truncation["max_length"] == 5
+
+
 def test_tokenizer_without_offsets():
     """It cannot be masked."""
 

@@ -271,6 +271,10 @@ def test_golden_tokenizer(golden):
         ("{% for m in messages %}{{ m.content + '\nEND\n' }}{% endfor %}", "no special token ends message 1"),
         ("{{ messages[-1].content | length }}{% for m in messages %}{{ m.content + eos_token }}{% endfor %}", "before"),
         ("{% for m in messages %}{{ m.content + eos_token }}{% endfor %}{{ messages[-1].content | length }}", "after"),
+        (
+            "{% for m in messages %}{{ m.content + (eos_token if m.content != 'the answer' else '') }}{% endfor %}",
+            "after",
+        ),
     ],
 )
 def test_unreadable_template(make_tokenizer, template, message):
@@ -279,6 +283,68 @@ def test_unreadable_template(make_tokenizer, template, message):
         assistant_spans(make_tokenizer(template), [user("question"), assistant("the answer")])
     assert "question" in str(raised.value)
     assert "\n" not in str(raised.value)
+
+
+def test_gap_without_header(make_tokenizer):
+    """What stands before the content is the model's where serving appends nothing."""
+    template = BASE.replace(
+        "{{ m['content'] }}", "{{ ('<|begin|>final' if m.role == 'assistant' else '') + m.content }}"
+    )
+    messages = [user("hi"), assistant("yes"), user("no"), assistant("no")]
+    assert supervised(make_tokenizer(template), messages) == ["<|begin|>finalyes</s>", "<|begin|>finalno</s>"]
+
+
+def test_name_that_the_template_escapes(make_tokenizer):
+    """What stands before a call's arguments is then not as learned; it begins where the history ends."""
+    template = QWEN3.replace("call.function.name +", "call.function.name | tojson +").replace("loop.last or ", "")
+    call = {"function": {"name": 'a"b', "arguments": {}}}
+    messages = [user("hi"), assistant("", tool_calls=[call]), {"role": "tool", "content": "no"}, assistant("yes")]
+    expected = ['<tool_call>"a\\"b"{}</tool_call><|im_end|>', "yes<|im_end|>"]
+    assert supervised(make_tokenizer(template), messages) == expected
+
+
+def test_content_or_calls(make_tokenizer):
+    """A template that writes calls only where there is no content loses those beside one."""
+    template = QWEN3.replace("m.tool_calls or []", "([] if content else m.tool_calls or [])")
+    call = {"function": {"name": "yes", "arguments": {}}}
+    calling = supervised(make_tokenizer(template), [user("hi"), assistant("", tool_calls=[call])])
+    assert calling == ["<tool_call>yes{}</tool_call><|im_end|>"]
+    with pytest.raises(RecordRefused, match="leaves out tool calls"):
+        assistant_spans(make_tokenizer(template), [user("hi"), assistant("no", tool_calls=[call])])
+
+
+def test_reason_of_a_refusal(make_tokenizer):
+    """The template's words for the conversation as it is, not for the second try with arguments as text."""
+    template = QWEN3.replace("call.function.name", "raise_exception(call.function.arguments | tojson)")
+    call = {"function": {"name": "yes", "arguments": {"a": 1}}}
+    with pytest.raises(RecordRefused, match=r'^{"a": 1}$'):
+        assistant_spans(make_tokenizer(template), [user("hi"), assistant("", tool_calls=[call])])
+
+
+@pytest.mark.parametrize("messages", [2, 4])
+def test_turns_in_another_order(make_tokenizer, messages):
+    """A template that writes the last message first."""
+    template = CHATML.replace("in messages", "in messages | reverse")
+    talk = [user("hi"), assistant("yes"), user("no"), assistant("no")][:messages]
+    if messages == 2:
+        assert supervised(make_tokenizer(template), talk) == ["yes<|im_end|>"]
+        return
+    with pytest.raises(UserError, match="overlap"):
+        assistant_spans(make_tokenizer(template), talk)
+
+
+def test_generation_prompt_that_is_not_at_the_end(make_tokenizer):
+    """Where a turn would begin is then unknown."""
+    template = "{% if add_generation_prompt %}{{ 'assistant:' }}{% endif %}" + CHATML
+    with pytest.raises(UserError, match="generation prompt is not at the end"):
+        assistant_spans(make_tokenizer(template), [user("hi"), assistant("yes")])
+
+
+@pytest.mark.parametrize("option", ["messages", "add_generation_prompt", "tokenize"])
+def test_option_that_is_none(make_tokenizer, option):
+    """What a rendering decides itself cannot be an option, though the template has the word."""
+    with pytest.raises(UserError, match=option):
+        ChatTemplate(make_tokenizer(CHATML + "{# tokenize #}"), {option: True})
 
 
 def test_history_rewritten_before_an_unknown_header(make_tokenizer):

@@ -124,6 +124,12 @@ EXPECTED = [
         [*TOOLS[:4], CALL, RESULT, ANSWER],
         [V3_1_CALL, V3_1_CALL, "It is 3.<｜end▁of▁sentence｜>"],
     ),
+    # A second answer has no header at all.
+    (
+        "deepseek_v3_1",
+        [QUESTION, ANSWER, ANSWER, THANKS, BYE],
+        ["It is 3.<｜end▁of▁sentence｜>", "It is 3.<｜end▁of▁sentence｜>", "Bye 🙂<｜end▁of▁sentence｜>"],
+    ),
     ("deepseek_v3_1", THINKING, [V3_1_CALL, "It is 3.<｜end▁of▁sentence｜>", "Bye 🙂<｜end▁of▁sentence｜>"]),
 ]
 NAMES = [f"{name}-{len(messages)}" for name, messages, _ in EXPECTED]
@@ -339,7 +345,8 @@ def test_text_of_transformers(small, make_tokenizer, name):
         "  {% if true %}\n  yes\n  {% endif %}\n {{ messages | tojson(indent=2) }} {{ '<é>' | tojson }}",
         "{% for m in messages %}{% if loop.index0 == 1 %}{% break %}{% endif %}{{ m.role }}{% endfor %}",
         "{% set ns = namespace(a=[], self=1) %}{% set ns.b = messages[0].nothing %}{{ ns.a }}{{ ns.b }}{{ ns.c }}",
-        "{{ messages[0].items() | list }}{{ messages[0].get('role') }}{{ messages[0].keys is callable }}{{ dict(a=1) }}",
+        "{{ messages[0].items() | list }}{{ messages[0].get('role') }}{{ messages[0].keys is callable }}",
+        "{{ dict(a=1) }}",
         "{{ '{0}'.format(messages[0].role) }}{{ 'a b'.split() }}{{ dict.fromkeys(['a'], 2) }}{{ eos_token }}",
         "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ messages[0].thinking }}{{ tools }}",
         "{{ raise_exception('no') if messages | length == 3 }}{{ strftime_now('%Y') }}",
