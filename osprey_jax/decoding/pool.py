@@ -238,10 +238,7 @@ class Pool:
             if server.reason:
                 await asyncio.sleep(jittered(server.delay))
                 server.delay = min(2 * server.delay, endpoint.LONGEST_DELAY_S)
-            wrong = await self._wrong(server)
-            if server.state != "out":  # a request from before was answered
-                continue
-            if wrong:
+            if wrong := await self._wrong(server):
                 self._leave(server, wrong)
             elif server.reason:
                 server.faults = 0

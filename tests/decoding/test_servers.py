@@ -105,6 +105,7 @@ def test_a_server_that_hangs(start, config):
 def test_a_conversation_goes_elsewhere(start, config):
     """What fails on one server is asked of another."""
     failing, sound = start(), start()
+    sound.delay = 0.1  # so that the other has free places
     failing.fault = lambda number, body: (
         500 if body["messages"][0]["content"] in ("question 3.0", "question 6.0") else None
     )
@@ -251,8 +252,9 @@ def test_too_long_for_the_context(start, config, tmp_path):
 # ---- failures
 
 
-def test_a_refused_conversation_is_listed(start, config, tmp_path):
+def test_a_refused_conversation_is_listed(start, config, tmp_path, monkeypatch):
     """A 400 is the conversation's own: not asked again; answers before it are kept; all others are answered."""
+    monkeypatch.setattr(pool, "_REFUSALS", 2)
     fake = start()
     refused = {"question 3.0", "question 5.2"}
     fake.fault = lambda number, body: 400 if body["messages"][-1]["content"] in refused else None
@@ -376,6 +378,17 @@ def test_a_server_that_answers_probes_alone(fault, records, start, config, tmp_p
     assert fake.probes > 2
     if fault != "busy":
         assert len(fake.bodies) <= 2 * 3 + fake.probes, "one conversation tries it, after each probe"
+
+
+def test_a_trial_may_take_long(start, config, tmp_path, monkeypatch):
+    """Longer than the command waits for a server: the one that is being tried may be about to answer."""
+    monkeypatch.setattr(endpoint, "PATIENCE_S", 0.5)
+    write(tmp_path / "in.jsonl", RECORDS[:1])
+    fake = start()
+    fake.fault = lambda number, body: 401 if number == 0 else None
+    fake.delay = 1.0
+    regenerate(config(fake))
+    assert read(config(fake).output) == answered(RECORDS[:1])
 
 
 def at_request(count, action):
