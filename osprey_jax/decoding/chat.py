@@ -52,9 +52,7 @@ class Chat:
         if tag is None:
             return whole
         left, name, right = tag.groups()
-        thinking, close, content = text[opens.end() if opens else 0 :].partition(f"{left}/{name}{right}")
-        if not close:  # a limit cut it, and templates always write the end
-            return whole
+        thinking, _, content = text[opens.end() if opens else 0 :].partition(f"{left}/{name}{right}")
         split = _assistant(thinking.strip("\n"), content.lstrip("\n"))
         return split if self._rendered(messages, split) == prompt + text else whole
 

@@ -316,6 +316,10 @@ def test_no_conversation_answered_is_an_error(start, config, tmp_path):
         regenerate(config(fake))
     assert len(read(tmp_path / "out.jsonl.rejected")) == len(RECORDS)
     assert not config(fake).output.exists()
+    fake.fault = lambda number, body: None
+    regenerate(config(fake))
+    assert read(config(fake).output) == answered()
+    assert not (tmp_path / "out.jsonl.rejected").exists(), "which is of the run before"
 
 
 def test_a_busy_server_is_waited_for(start, config):
