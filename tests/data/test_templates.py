@@ -354,6 +354,7 @@ def test_text_of_transformers(small, make_tokenizer, name):
         "{{ '{0.__class__}'.format(messages) }}",
         "{{ messages[0].update({'a': 1}) }}",
         "{{ messages[0].content.nothing.nothing }}",
+        "{{ messages[0].nothing.nothing }}",
         "{% set ns = namespace(a=1) %}{{ ns.__class__ }}",
         "{{ dict.mro is defined }}",
     ],
