@@ -168,12 +168,14 @@ def test_the_targets_thinking_is_kept_apart(config, tmp_path, monkeypatch):
 
 def test_sampling_does_not_depend_on_the_batch(config):
     """A record's random numbers come from the seed, its id and the turn."""
+    write(Path(config().input[0]), [*RECORDS, RECORDS[0] | {"id": "d"}])
     outputs = []
     for size in (2, 3):
         made = config(temperature=1.5, top_p=0.9, batch_size=size, output=config().output.with_name(f"{size}.jsonl"))
         regenerate(made)
         outputs.append(read(made.output))
     assert outputs[0] == outputs[1]
+    assert outputs[0][0]["conversations"] != outputs[0][3]["conversations"]
 
 
 def test_other_settings_are_not_mixed_in(config):
