@@ -17,7 +17,7 @@ class Unanswerable(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Question:
-    """A turn to be answered: at most `limit` tokens after `prompt`. `seed` is its own, whatever is asked before it."""
+    """A turn to be answered, with at most `limit` tokens. Its random numbers are made of `number` and `turn`."""
 
     messages: list[dict]
     prompt: list[int]
