@@ -1,6 +1,8 @@
 """What every command shares: bad input is one line on stderr and a non-zero exit, never a traceback."""
 
 import argparse
+import io
+import os
 import signal
 import sys
 from collections.abc import Callable
@@ -24,14 +26,22 @@ class ArgumentParser(argparse.ArgumentParser):
 def run(main: Callable[[], None]) -> None:
     """Run a command's `main`; exit 2 after a `UserError` or a file that cannot be used, 130 after an interrupt."""
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # an exit, so that temporary files are removed
+    for stream in (sys.stdout, sys.stderr):
+        if isinstance(stream, io.TextIOWrapper):
+            stream.reconfigure(errors="backslashreplace")  # text of any language on any terminal
     try:
         main()
+        sys.stdout.flush()
     except UserError as error:
         sys.exit(_complain(error, 2))
+    except BrokenPipeError:  # the reader of the output has had enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())  # else Python complains when it ends
+        sys.exit(141)
     except OSError as error:
-        if error.filename is None:
+        if error.errno is None:
             raise
-        sys.exit(_complain(f"{error.filename}: {error.strerror}", 2))
+        where = "" if error.filename is None else f"{error.filename}: "
+        sys.exit(_complain(f"{where}{error.strerror}", 2))
     except KeyboardInterrupt:
         sys.exit(_complain("interrupted; run the same command again to go on", 130))
 

@@ -15,6 +15,7 @@ from osprey_jax.command import ArgumentParser, UserError
 
 Positive = Annotated[int, pydantic.Field(ge=1, strict=True)]
 Seed = Annotated[int, pydantic.Field(ge=0, lt=2**32, strict=True)]  # what a random key is made of
+TemplateOptions = dict[str, pydantic.JsonValue]  # passed to the chat template, as serving does (enable_thinking: false)
 Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]
 
 
@@ -42,7 +43,7 @@ class Conversations(Data):
 
     packing: bool = True  # several conversations a row (best fit), none sees another; false: one a row
     only_last_turn: bool = False  # of a conversation only the assistant's last turn is supervised
-    template_options: dict[str, Any] = {}  # passed to the chat template, as serving does (enable_thinking: false)
+    template_options: TemplateOptions = {}
 
 
 class Optimizer(Section):
@@ -100,6 +101,8 @@ class Run(Section):
             raise ValueError(f"accumulation {self.accumulation} does not divide batch_size {self.batch_size}")
         if self.eval_every is not None and not self.data.eval:
             raise ValueError("eval_every is set, but data.eval names no file")
+        if self.data.cache_dir.resolve().is_relative_to(self.run_dir.resolve()):
+            raise ValueError(f"data.cache_dir {self.data.cache_dir} lies in run_dir, which holds the run alone")
         return self
 
 
@@ -186,7 +189,7 @@ class RegenerateConfig(Section):
     temperature: Annotated[float, pydantic.Field(ge=0)] = 0.0  # 0: greedy
     top_p: Annotated[float, pydantic.Field(gt=0, le=1)] = 1.0
     seed: Seed = 0
-    template_options: dict[str, Any] = {}
+    template_options: TemplateOptions = {}
     # in this process
     batch_size: Positive = 8
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
@@ -231,7 +234,7 @@ class EvaluateConfig(Section):
     batch_size: Positive = 1
     sample: Positive | None = None  # that many prompts a set, drawn at random; None: all, in file order
     seed: Seed = 0
-    template_options: dict[str, Any] = {}
+    template_options: TemplateOptions = {}
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
 
 

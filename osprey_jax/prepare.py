@@ -7,7 +7,7 @@ and `lengths.png`.
 
 import sys
 
-from osprey_jax.command import run
+from osprey_jax.command import UserError, run
 from osprey_jax.config import TrainConfig, config_parser, load_config
 
 
@@ -17,6 +17,8 @@ def main() -> None:
         "--show", type=int, default=0, metavar="N", help="print N records of data.train, the supervised part marked"
     )
     arguments = parser.parse_args()
+    if arguments.show < 0:
+        raise UserError(f"--show {arguments.show} is not a number of records; see --help")
     config = load_config(arguments.config, arguments.overrides, TrainConfig)
     # Here, since processes that prepare data import this module too, and have no need of JAX.
     from osprey_jax.data.rows import REJECTED

@@ -84,12 +84,23 @@ def test_overrides(config, tmp_path, run_command):
         ("data.length=1024", "data.length 1024 exceeds max_position_embeddings 512"),
         ("data.template_options={enable_thinkin: true}", "enable_thinkin"),
         ("data.pack=true", "unknown key data.pack"),
+        ("data.eval=[nothing.jsonl]", "nothing.jsonl: matches no file"),
+        ("data.eval=[README.md]", "README.md: data is read from"),
+        ("data.template_options={enable_thinking: 2024-07-26}", "template_options.enable_thinking"),
+        ("run_dir=/", "lies in run_dir"),
     ],
 )
 def test_bad_input(config, tmp_path, run_command, override, words):
     status, _, err = run_command(prepare.main, "--config", config, override)
     assert status == 2 and words in err and err.count("\n") == 1
     assert prepared(tmp_path) == set()
+
+
+def test_conversations_are_not_text(config, tmp_path, run_command):
+    """Found before anything is made."""
+    (tmp_path / "a.txt").write_text("text")
+    status, _, err = run_command(prepare.main, "--config", config, f"data.eval=[{tmp_path / 'a.txt'}]")
+    assert status == 2 and "a.txt: conversations are read from" in err and prepared(tmp_path) == set()
 
 
 def test_text_has_no_options_of_conversations(config, run_command):

@@ -53,7 +53,7 @@ def read_records(patterns: list[str]) -> Iterator[Record | Rejection]:
     """
     files = find_files(patterns)
     for file in files:
-        _check_kind(file)
+        check_kind(file)
     for block in read_blocks(files, _READ_BYTES):
         yield from block_records(block)
 
@@ -64,7 +64,7 @@ def block_records(block: Block) -> Iterator[Record | Rejection]:
     Raises:
       UserError: a block of another kind of file.
     """
-    _check_kind(block.path)
+    check_kind(block.path)
     for number, line in enumerate(block.items, start=block.first):
         if line.strip():
             yield parse_record(f"{block.path}:{number}", parse_line(line))
@@ -101,7 +101,8 @@ class _Unusable(Exception):
     """Why a line is no conversation."""
 
 
-def _check_kind(path: str | Path) -> None:
+def check_kind(path: str | Path) -> None:
+    """Raises `UserError` for a file whose kind does not hold conversations."""
     if kind_of(path) != "jsonl":
         raise UserError(f"{path}: conversations are read from .jsonl and .jsonl.gz files")
 

@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import connection
 from pathlib import Path
+from typing import Any
 
 import filelock
 import numpy as np
@@ -34,7 +35,7 @@ from osprey_jax.data.records import Block, content_fingerprint, find_files, grou
 from osprey_jax.data.rows import LENGTH_EDGES, MANIFEST, REJECTED, SUPERVISED, Report, Rows, fingerprint
 from osprey_jax.files import read_json, sync, write_json
 
-FORMAT = 1  # raise it when the same data and recipe give other rows
+FORMAT = 1  # raise it when the same data and recipe give other rows, or the directory has another layout
 BLOCK_BYTES = 16 * 2**20  # of input: a few thousand conversations, enough to fill rows well
 BLOCKS_A_SHARD = 256  # few files, whatever the size of the data
 
@@ -46,26 +47,52 @@ def prepare(patterns: list[str], recipe: Recipe, cache_dir: Path, processes: int
     """The rows of the files that `patterns` match: from `cache_dir`, or made there by `processes` (None: all cores).
 
     Raises:
-      UserError: a pattern without a file, an unreadable file, a tokenizer or template that cannot be used, no usable
-        record.
+      UserError: a pattern without a file, an unreadable file, one that changes meanwhile, a tokenizer or template that
+        cannot be used, no usable record.
     """
     paths = find_files(patterns)
-    key = _key(paths, recipe)
+    for path in paths:
+        recipe.check(path)
+    stamps = _stamps(paths)
+    facts = _facts(paths, recipe)
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
     directory = cache_dir.expanduser() / key
     if not (directory / MANIFEST).is_file():
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _locked(directory.with_name(f".{key}.lock")):
             if not (directory / MANIFEST).is_file():
+                if directory.exists():
+                    raise UserError(f"{directory}: not a complete preparation; remove it and run again")
                 work = directory.with_name(f"{key}.work")
+                _start_work(work, stamps)
                 _make(paths, recipe, work, processes or _cores())
-                _finish(work, directory, recipe, patterns)
+                if _stamps(paths) != stamps or recipe.facts() != {name: facts[name] for name in recipe.facts()}:
+                    shutil.rmtree(work)
+                    raise UserError(f"{', '.join(patterns)}: the files changed while they were read; run again")
+                _finish(work, directory, facts, patterns)
     return Rows(directory)
 
 
-def _key(paths: list[Path], recipe: Recipe) -> str:
+def _stamps(paths: list[Path]) -> list[list[int]]:
+    """What tells that files are those that they were: size, time of change, inode."""
+    return [[stat.st_size, stat.st_mtime_ns, stat.st_ino] for stat in map(Path.stat, paths)]
+
+
+def _start_work(work: Path, stamps: list[list[int]]) -> None:
+    """The directory of the work, with what was done before, if that was on the very same files."""
+    stamp_file = work / _STAMPS
+    if work.exists() and not (stamp_file.is_file() and read_json(stamp_file) == {"stamps": stamps}):
+        shutil.rmtree(work)
+    work.mkdir(exist_ok=True)
+    write_json(stamp_file, {"stamps": stamps})
+    for abandoned in work.glob(".*.tmp"):
+        abandoned.unlink(missing_ok=True)
+
+
+def _facts(paths: list[Path], recipe: Recipe) -> dict[str, Any]:
+    """All that the rows depend on."""
     sizes = {"format": FORMAT, "block_bytes": BLOCK_BYTES, "blocks_a_shard": BLOCKS_A_SHARD}
-    facts = recipe.facts() | sizes | {"content": content_fingerprint(paths)}
-    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    return recipe.facts() | sizes | {"content": content_fingerprint(paths)}
 
 
 @contextlib.contextmanager
@@ -109,9 +136,6 @@ class _Summary:
 
 def _make(paths: list[Path], recipe: Recipe, work: Path, processes: int) -> None:
     """All shards of `paths` in `work`, going on from what is there."""
-    work.mkdir(exist_ok=True)
-    for abandoned in work.glob(".*.tmp"):
-        abandoned.unlink(missing_ok=True)
     compressed = any(path.suffix in (".gz", ".parquet") for path in paths)  # whose sizes are not those of the blocks
     total = None if compressed else sum(path.stat().st_size for path in paths)
     groups = group_blocks(read_blocks(paths, BLOCK_BYTES), BLOCK_BYTES)
@@ -147,8 +171,10 @@ def _make_part(opened: Opened, work: Path, number: int, blocks: list[Block]) -> 
     make_rows, vocab_size = opened
     made = make_rows(blocks)
     supervised_V, digest = np.zeros(vocab_size, np.int64), hashlib.sha256()
+    if made.rows:
+        supervised = np.concatenate([row.token_ids[row.loss_mask] for row in made.rows])
+        supervised_V = np.bincount(supervised, minlength=vocab_size)
     for row in made.rows:
-        supervised_V += np.bincount(row.token_ids[row.loss_mask], minlength=vocab_size)
         digest.update(row.numbers())
     summary = _Summary(
         read=len(made.lengths) + len(made.rejections),
@@ -180,7 +206,7 @@ def _join(opened: Opened, work: Path, shard: int, first: int, end: int) -> None:
             (work / f"{name}{suffix}").unlink(missing_ok=True)
 
 
-def _finish(work: Path, directory: Path, recipe: Recipe, patterns: list[str]) -> None:
+def _finish(work: Path, directory: Path, facts: dict[str, Any], patterns: list[str]) -> None:
     """The finished shards become the prepared directory."""
     names = sorted(path.stem for path in work.glob("shard-*.json"))
     summary, supervised_V, shards = _Summary(), 0, []
@@ -192,16 +218,22 @@ def _finish(work: Path, directory: Path, recipe: Recipe, patterns: list[str]) ->
             path = work / f"{name}{_ROWS}"
             shards.append({"name": path.name, "rows": part.rows, "bytes": path.stat().st_size})
     if not summary.used:
-        shutil.rmtree(work)
         reasons = ", ".join(f"{reason}: {count}" for reason, count in summary.dropped.items()) or "the files are empty"
-        raise UserError(f"{', '.join(patterns)}: no usable record among {summary.read} ({reasons})")
+        first = "".join(
+            f"; the first: {json.loads(line)['where']}" for line in itertools.islice(_lines(work, names), 1)
+        )
+        shutil.rmtree(work)
+        raise UserError(f"{', '.join(patterns)}: no usable record among {summary.read} ({reasons}{first})")
     with _replaced(work / REJECTED) as path, path.open("w", encoding="utf-8") as stream:
         stream.writelines(_lines(work, names))
     with _replaced(work / SUPERVISED) as path, path.open("wb") as stream:
         np.save(stream, supervised_V)
-    counts = {field.name: getattr(summary, field.name, recipe.length) for field in dataclasses.fields(Report)}
-    facts = {"fingerprint": fingerprint(summary.digests), "report": counts, "shards": shards, "recipe": recipe.facts()}
-    write_json(work / MANIFEST, facts)
+    counts = dataclasses.asdict(summary)
+    digests = counts.pop("digests")
+    report = dataclasses.asdict(Report(**counts, length=facts["length"]))
+    manifest = {"fingerprint": fingerprint(digests), "report": report, "shards": shards, "made_from": facts}
+    write_json(work / MANIFEST, manifest)
+    (work / _STAMPS).unlink()
     os.replace(work, directory)
     sync(directory.parent)
     for name in names:
@@ -212,6 +244,7 @@ def _finish(work: Path, directory: Path, recipe: Recipe, patterns: list[str]) ->
 # ---- files of a part or a shard
 
 _ROWS, _REJECTED = ".array_record", ".rejected"
+_STAMPS = "stamps.json"
 
 
 def _part(number: int) -> str:
@@ -258,9 +291,12 @@ def _write(
 def _replaced(path: Path) -> Iterator[Path]:
     """A temporary path whose file becomes `path`."""
     temporary = path.with_name(f".{path.name}.{os.getpid()}.tmp")
-    yield temporary
-    sync(temporary)
-    os.replace(temporary, path)
+    try:
+        yield temporary
+        sync(temporary)
+        os.replace(temporary, path)
+    finally:
+        temporary.unlink(missing_ok=True)
 
 
 def _records(path: Path) -> Iterator[bytes]:
@@ -297,12 +333,22 @@ def _workers(recipe: Recipe, processes: int) -> Iterator[Callable[..., Future]]:
         return
     # Not forked: a process that has threads, as one with JAX has, cannot be copied safely.
     context = multiprocessing.get_context("spawn")
+    others = multiprocessing.active_children()
     pool = ProcessPoolExecutor(processes, mp_context=context, initializer=_start, initargs=(recipe,))
+
+    def submit(function: Callable, *arguments: object) -> Future:
+        # This may start a process, which has to leave a Ctrl-C to its parent from its first moment on.
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGINT])
+        try:
+            return pool.submit(_call, function, *arguments)
+        finally:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
     try:
-        yield lambda function, *arguments: pool.submit(_call, function, *arguments)
+        yield submit
     except BaseException as error:
         pool.shutdown(wait=False, cancel_futures=True)
-        for process in multiprocessing.active_children():
+        for process in set(multiprocessing.active_children()) - set(others):
             process.terminate()
         if isinstance(error, concurrent.futures.process.BrokenProcessPool):
             raise UserError(
@@ -314,9 +360,8 @@ def _workers(recipe: Recipe, processes: int) -> Iterator[Callable[..., Future]]:
 
 
 def _start(recipe: Recipe) -> None:
-    """In a new process: read the tokenizer, leave signals to the parent, and end with it, even if it is killed."""
+    """In a new process: read the tokenizer, and end with the parent, even if that is killed."""
     global _opened
-    signal.signal(signal.SIGINT, signal.SIG_IGN)
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every process is one thread
     parent = multiprocessing.parent_process().sentinel
     threading.Thread(target=lambda: connection.wait([parent]) and os._exit(1), daemon=True).start()

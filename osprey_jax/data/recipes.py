@@ -5,6 +5,8 @@ function that turns a block into rows.
 """
 
 import dataclasses
+import hashlib
+import importlib.metadata
 import itertools
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -13,16 +15,16 @@ from typing import Any, Protocol
 import numpy as np
 
 from osprey_jax.command import UserError
-from osprey_jax.data.conversations import block_records
-from osprey_jax.data.encoding import ConversationEncoder
+from osprey_jax.data.conversations import block_records, check_kind
+from osprey_jax.data.encoding import ConversationEncoder, exact_tokenizer
 from osprey_jax.data.packing import best_fit
-from osprey_jax.data.records import Block, Rejection
+from osprey_jax.data.records import Block, Rejection, kind_of
 from osprey_jax.data.rows import Row
-from osprey_jax.data.text import block_documents
+from osprey_jax.data.text import Document, block_documents
 from osprey_jax.data.tokenizer import TOKENIZER_FILES, load_tokenizer, rows_needed
-from osprey_jax.files import fingerprint
 
-_BATCH = 256  # records tokenized at one time
+_BATCH = 256  # records handled at one time
+_BATCH_CHARACTERS = 2**20  # of text tokenized at one time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,6 +47,9 @@ class Recipe(Protocol):
     def facts(self) -> dict[str, Any]:
         """What the rows depend on, as JSON."""
 
+    def check(self, path: Path) -> None:
+        """Raises `UserError` where a data file is of a kind that cannot hold such records."""
+
     def open(self) -> Opened:
         """Raises `UserError` where the tokenizer cannot be used."""
 
@@ -61,6 +66,9 @@ class ConversationRecipe:
 
     def facts(self) -> dict[str, Any]:
         return _facts(self)
+
+    def check(self, path: Path) -> None:
+        check_kind(path)
 
     def open(self) -> Opened:
         tokenizer = load_tokenizer(self.tokenizer)
@@ -105,22 +113,31 @@ class TextRecipe:
     def facts(self) -> dict[str, Any]:
         return _facts(self)
 
+    def check(self, path: Path) -> None:
+        kind_of(path)
+
     def open(self) -> Opened:
         tokenizer = load_tokenizer(self.tokenizer)
         eos = tokenizer.eos_token_id
         if eos is None:
             raise UserError(f"{self.tokenizer}: the tokenizer has no eos_token, which has to end every document")
+        encoder = exact_tokenizer(tokenizer)
 
         def rows(blocks: list[Block]) -> BlockRows:
             documents, rejections = [], []
             for item in itertools.chain.from_iterable(map(block_documents, blocks)):
                 (rejections if isinstance(item, Rejection) else documents).append(item)
-            names, tokens = [document.where for document in documents], []
-            for batch in _batches(documents):
-                texts = [document.text for document in batch]
-                encoded = tokenizer(texts, add_special_tokens=False, verbose=False)["input_ids"]
-                for document, ids in zip(batch, encoded, strict=True):
-                    tokens.append(np.array([*ids, eos] if document.ends else ids, np.int32))
+            names, tokens, goes_on = [], [], False
+            for batch in _by_characters(documents):
+                encoded = encoder.encode_batch_fast([document.text for document in batch], add_special_tokens=False)
+                for document, encoding in zip(batch, encoded, strict=True):
+                    ids = np.array([*encoding.ids, eos] if document.ends else encoding.ids, np.int32)
+                    if goes_on:  # the next piece of one document
+                        tokens[-1] = np.concatenate([tokens[-1], ids])
+                    else:
+                        names.append(document.where)
+                        tokens.append(ids)
+                    goes_on = not document.ends
             made = list(_full_rows(names, tokens, self.length))
             return BlockRows(made, rejections, [], [len(ids) for ids in tokens])
 
@@ -128,10 +145,13 @@ class TextRecipe:
 
 
 def _facts(recipe: ConversationRecipe | TextRecipe) -> dict[str, Any]:
-    """The recipe's options, and its tokenizer by content."""
-    files = [recipe.tokenizer / name for name in TOKENIZER_FILES if (recipe.tokenizer / name).is_file()]
-    options = dataclasses.asdict(recipe) | {"tokenizer": fingerprint(*files)}
-    return {"recipe": type(recipe).__name__} | options
+    """The recipe's options, its tokenizer by content, and the versions of what reads and applies it."""
+    # The model's type in config.json decides on a class where tokenizer.json is missing.
+    paths = [recipe.tokenizer / name for name in (*TOKENIZER_FILES, "config.json")]
+    files = {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in paths if path.is_file()}
+    versions = {name: importlib.metadata.version(name) for name in ("jinja2", "tokenizers", "transformers")}
+    options = dataclasses.asdict(recipe) | {"tokenizer": files}
+    return {"recipe": type(recipe).__name__, "versions": versions} | options
 
 
 def _encoded(encoder: ConversationEncoder, records: Iterable) -> Iterator:
@@ -145,6 +165,17 @@ def _batches(items: Iterable) -> Iterator[list]:
     items = iter(items)
     while batch := list(itertools.islice(items, _BATCH)):
         yield batch
+
+
+def _by_characters(documents: list[Document]) -> Iterator[list[Document]]:
+    batch, characters = [], 0
+    for document in documents:
+        batch.append(document)
+        characters += len(document.text)
+        if characters >= _BATCH_CHARACTERS:
+            yield batch
+            batch, characters = [], 0
+    yield batch
 
 
 def _full_rows(names: list[str], tokens: list[np.ndarray], length: int) -> Iterator[Row]:

@@ -14,6 +14,7 @@ import io
 import json
 import os
 import re
+import threading
 import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
@@ -21,12 +22,14 @@ from typing import Any, BinaryIO, Literal
 
 import pyarrow
 import pyarrow.parquet
+import tqdm
 
 from osprey_jax.command import UserError
 
 _SUFFIXES = {".jsonl": "jsonl", ".jsonl.gz": "jsonl", ".txt": "txt", ".txt.gz": "txt", ".parquet": "parquet"}
 _BYTE_ORDER_MARK = codecs.BOM_UTF8
 _BUFFER = 2**20
+_PIECE = 2**20  # of a .txt file at most: tokenizers take some hundred times the memory of one text
 _PARQUET_ROWS = 256  # taken out of a Parquet file at one time: memory for books, speed for web pages
 _CUT_WINDOW = 2**16  # bytes at the end of a piece of a .txt file where a place to cut it is looked for
 
@@ -77,14 +80,24 @@ def find_files(patterns: list[str]) -> list[Path]:
     """
     if not patterns:
         raise UserError("no data files are named")
-    found: dict[Path, None] = {}
-    for pattern in patterns:
+    found: dict[Path, Path] = {}  # by what they are, under whichever name came first
+    for pattern in map(os.path.expanduser, patterns):
         paths = [Path(pattern)] if Path(pattern).is_file() else map(Path, sorted(glob.glob(pattern, recursive=True)))
         files = [path for path in paths if path.is_file()]
         if not files:
             raise UserError(f"{pattern}: matches no file")
-        found.update(dict.fromkeys(files))
-    return list(found)
+        for path in files:
+            if not _is_utf8(path):
+                raise UserError(f"{str(path)!a}: the name is not UTF-8; rename it")
+            found.setdefault(path.resolve(), path)
+    return list(found.values())
+
+
+def _is_utf8(path: Path) -> bool:
+    try:
+        return bool(str(path).encode())
+    except UnicodeEncodeError:
+        return False
 
 
 def kind_of(path: str | Path) -> Literal["jsonl", "txt", "parquet"]:
@@ -111,16 +124,27 @@ def content_fingerprint(paths: Sequence[Path]) -> str:
       OSError: a file cannot be read.
     """
     kinds = [kind_of(path) for path in paths]
-    digest = hashlib.sha256()
-    with concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
-        for kind, content in zip(kinds, pool.map(_file_digest, paths), strict=True):
-            digest.update(kind.encode() + b"\n" + content)
+    digest, stopped = hashlib.sha256(), threading.Event()
+    total = sum(path.stat().st_size for path in paths)
+    bar = tqdm.tqdm(total=total, desc="fingerprint", unit="B", unit_scale=True, disable=None, leave=False, delay=2)
+    with bar, concurrent.futures.ThreadPoolExecutor(min(os.cpu_count() or 1, 8)) as pool:
+        try:
+            contents = pool.map(lambda path: _file_digest(path, bar, stopped), paths)
+            for kind, content in zip(kinds, contents, strict=True):
+                digest.update(kind.encode() + b"\n" + content)
+        except BaseException:  # a signal: the threads would read their files to the end
+            stopped.set()
+            raise
     return digest.hexdigest()
 
 
-def _file_digest(path: Path) -> bytes:
-    with path.open("rb") as stream:
-        return hashlib.file_digest(stream, "sha256").digest()
+def _file_digest(path: Path, bar: tqdm.tqdm, stopped: threading.Event) -> bytes:
+    digest = hashlib.sha256()
+    with path.open("rb", buffering=0) as stream:
+        while not stopped.is_set() and (data := stream.read(_BUFFER)):
+            digest.update(data)
+            bar.update(len(data))
+    return digest.digest()
 
 
 # ---- blocks
@@ -130,7 +154,7 @@ def read_blocks(paths: Iterable[Path], block_bytes: int) -> Iterator[Block]:
     """The content of files in order, in blocks of one file each.
 
     JSONL and Parquet: items until they are `block_bytes` together, the one that exceeds it included. A .txt file:
-    pieces of at most `block_bytes`, cut where a tokenizer would split it anyway. An empty file has no block.
+    pieces of at most a MiB, cut where a tokenizer would split it anyway. An empty file has no block.
 
     Raises:
       UserError: a file of an unknown kind (before anything is read), one that cannot be read, Parquet without `text`.
@@ -172,7 +196,9 @@ def _line_blocks(path: Path, block_bytes: int) -> Iterator[Block]:
 def _parquet_blocks(path: Path, block_bytes: int) -> Iterator[Block]:
     first, items, size = 1, [], 0
     # Pages are read as they are needed, for a row group may be the whole file.
-    with pyarrow.parquet.ParquetFile(path, buffer_size=_BUFFER, pre_buffer=False) as file:
+    with pyarrow.parquet.ParquetFile(
+        path, buffer_size=_BUFFER, pre_buffer=False, page_checksum_verification=True
+    ) as file:
         _check_text_column(path, file.schema_arrow)
         for batch in file.iter_batches(_PARQUET_ROWS, columns=["text"]):
             column = batch.column(0).cast(pyarrow.large_binary())
@@ -197,6 +223,7 @@ def _check_text_column(path: Path, schema: pyarrow.Schema) -> None:
 
 
 def _text_blocks(path: Path, block_bytes: int) -> Iterator[Block]:
+    block_bytes = min(block_bytes, _PIECE)
     with _open(path) as stream:
         number, rest = 1, stream.read(len(_BYTE_ORDER_MARK)).removeprefix(_BYTE_ORDER_MARK)
         while True:

@@ -70,7 +70,10 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """What became of the records, and the rows made of those used. A record is a conversation or a document."""
+    """What became of the records, and the rows made of those used.
+
+    A record is a conversation or a document; a .txt file of more than `BLOCK_BYTES` counts as several.
+    """
 
     read: int
     used: int
@@ -108,15 +111,20 @@ class Rows:
         """Raises `UserError` where the directory is not a complete preparation, or a file of it changed its size."""
         self.directory = directory
         manifest = read_json(directory / MANIFEST)
-        self.report = Report(**manifest["report"])
-        self.fingerprint: str = manifest["fingerprint"]  # of all rows but their ids
-        shards = []
-        for shard in manifest["shards"]:
-            path = directory / shard["name"]
-            if not path.is_file() or path.stat().st_size != shard["bytes"]:
+        try:
+            self.report = Report(**manifest["report"])
+            self.fingerprint: str = manifest["fingerprint"]  # of all rows but their ids
+            sizes = {directory / shard["name"]: (shard["bytes"], shard["rows"]) for shard in manifest["shards"]}
+        except (KeyError, TypeError) as error:
+            raise UserError(f"{directory / MANIFEST}: damaged; remove {directory} and run again") from error
+        for path, (size, _) in sizes.items():
+            if not path.is_file() or path.stat().st_size != size:
                 raise UserError(f"{path}: damaged or missing; remove {directory} and run again")
-            shards.append(_Shard(str(path), shard["rows"]))
-        self._source = ArrayRecordDataSource(shards)
+        self._source = ArrayRecordDataSource([_Shard(str(path), count) for path, (_, count) in sizes.items()])
+        first = 0
+        for _, count in sizes.values():  # all files are open from here on, whatever becomes of the directory
+            self._row(first)
+            first += count
 
     @property
     def length(self) -> int:
@@ -126,7 +134,10 @@ class Rows:
     @functools.cached_property
     def supervised_count_V(self) -> np.ndarray:
         """How often each token of the tokenizer is supervised, int64 (V,)."""
-        return np.load(self.directory / SUPERVISED, allow_pickle=False)
+        try:
+            return np.load(self.directory / SUPERVISED, allow_pickle=False)
+        except (OSError, ValueError, EOFError) as error:
+            raise UserError(f"{self.directory / SUPERVISED}: damaged; remove {self.directory} and run again") from error
 
     def __len__(self) -> int:
         return self.report.rows

@@ -53,7 +53,10 @@ def load_tokenizer(directory: str | Path) -> transformers.PreTrainedTokenizerBas
 
 
 def _pipeline(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
-    """What makes tokens of text and text of tokens, without flags that change neither, and without added tokens."""
+    """What makes tokens of text and text of tokens, without flags that change neither.
+
+    Without added tokens, and without the post-processor, which adds the special tokens that nothing here asks for.
+    """
 
     def essence(part: Any) -> Any:
         if isinstance(part, list):
@@ -66,9 +69,7 @@ def _pipeline(tokenizer: tokenizers.Tokenizer) -> dict[str, Any]:
     parts = json.loads(parts + "}")
     if (parts["decoder"] or {}).get("type") == "ByteLevel":
         parts["decoder"] = "ByteLevel"  # a decoder ignores the flags that it shares with the pre-tokenizer
-    return {name: essence(parts[name]) for name in ("normalizer", "pre_tokenizer", "post_processor", "decoder")} | {
-        "model": model
-    }
+    return {name: essence(parts[name]) for name in ("normalizer", "pre_tokenizer", "decoder")} | {"model": model}
 
 
 def rows_needed(tokenizer: transformers.PreTrainedTokenizerBase) -> int:

@@ -25,7 +25,7 @@ from osprey_jax.config import Run
 from osprey_jax.data.pipeline import batches, eval_batches
 from osprey_jax.data.rows import REJECTED
 from osprey_jax.data.tokenizer import copy_tokenizer
-from osprey_jax.files import write_json, write_text
+from osprey_jax.files import new_file, write_json, write_text
 from osprey_jax.kernels.precision import exact_products
 from osprey_jax.reports.data import describe
 from osprey_jax.training.checkpoint import Checkpoints, saved_steps
@@ -46,7 +46,7 @@ def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
     """Run `stage` to its last step, going on from the newest intact checkpoint of `config.run_dir`.
 
     SIGTERM and SIGINT save and return. Writes `config.yaml`, `model/`, `checkpoints/`, `metrics.jsonl`,
-    `tensorboard/` and, `rejected.jsonl`.
+    `tensorboard/` and `rejected.jsonl`.
 
     Raises:
       UserError: the run directory belongs to something else, or the loss stopped being finite.
@@ -59,7 +59,6 @@ def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
     train_step = make_train_step(stage.objective, optimizer, mesh)
     eval_step = make_eval_step(stage.objective, mesh)
     facts = {"config": _what_matters(config), "steps": steps, "data": stage.rows.fingerprint, **stage.fingerprints}
-    _check_run_directory(config.run_dir)
     # Nothing is written before the weights have been read and found right.
     fresh = None if saved_steps(config.run_dir / "checkpoints") else new_state(*stage.start(), optimizer)
 
@@ -106,10 +105,11 @@ def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
                 unread = None
             if evaluates and stage.eval_rows is not None and not stopping:
                 rows = config.batch_size // config.accumulation
+                began = time.perf_counter()
                 values = evaluate(stage, eval_step, state, mesh, rows, stopped)
                 stopping = values is None
                 if values is not None:
-                    log.evaluation(step, values)
+                    log.evaluation(step, values, time.perf_counter() - began)
             if last or stopping or step % config.checkpoints.every == 0:
                 checkpoints.save(step, state, facts)
             if stopping and not last:
@@ -175,7 +175,7 @@ def _what_matters(config: Run) -> dict:
     return json.loads(config.model_dump_json(exclude=FREE_KEYS))
 
 
-def _check_run_directory(run_dir: Path) -> None:
+def check_run_directory(run_dir: Path) -> None:
     """`UserError` where `run_dir` holds anything that a run does not write."""
     if run_dir.exists() and not run_dir.is_dir():
         raise UserError(f"run_dir {run_dir} is not a directory; choose another")
@@ -193,8 +193,11 @@ def _describe(config: Run, stage: Stage) -> None:
         write_text(run_dir / "config.yaml", yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False))
         write_json(run_dir / "model" / "config.json", stage.hf_config)
         copy_tokenizer(stage.tokenizer, run_dir / "model")
-        rejected = [rows.directory / REJECTED for rows in (stage.rows, stage.eval_rows) if rows is not None]
-        write_text(run_dir / REJECTED, "".join(path.read_text(encoding="utf-8") for path in rejected))
+        prepared = dict.fromkeys(rows.directory for rows in (stage.rows, stage.eval_rows) if rows is not None)
+        with new_file(run_dir / REJECTED) as rejected:
+            for directory in prepared:
+                with (directory / REJECTED).open(encoding="utf-8") as lines:
+                    rejected.writelines(lines)
 
 
 def _check_same_run(saved: dict, now: dict, run_dir: Path) -> None:
@@ -288,9 +291,9 @@ class _Log:
             self._tokens, self._waited, self._since = 0, 0.0, now
             self._write("train", step, values | speed)
 
-    def evaluation(self, step: int, values: dict[str, float]) -> None:
+    def evaluation(self, step: int, values: dict[str, float], took: float) -> None:
         self._write("eval", step, values)
-        self._since = time.perf_counter()
+        self._since += took
 
     def _write(self, split: str, step: int, values: dict[str, float]) -> None:
         if not self._active:

@@ -14,6 +14,7 @@ from osprey_jax.command import UserError
 from osprey_jax.config import DistillConfig, PretrainConfig
 from osprey_jax.data.preparation import prepare
 from osprey_jax.data.recipes import ConversationRecipe, Recipe, TextRecipe
+from osprey_jax.data.records import find_files
 from osprey_jax.data.rows import Rows
 from osprey_jax.data.tokenizer import check_tokenizer, load_tokenizer
 from osprey_jax.data.trimming import coverage, most_frequent_tokens
@@ -56,11 +57,14 @@ def prepared(config: PretrainConfig | DistillConfig) -> tuple[Rows, Rows | None]
         limit = model.max_position_embeddings
         raise UserError(f"data.length {data.length} exceeds max_position_embeddings {limit} of {source}")
     check_tokenizer(load_tokenizer(how.tokenizer), model.vocab_size, str(how.tokenizer))
+    for path in find_files(data.train) + (find_files(data.eval) if data.eval else []):
+        how.check(path)
     rows = prepare(data.train, how, data.cache_dir, data.processes)
     return rows, prepare(data.eval, how, data.cache_dir, data.processes) if data.eval else None
 
 
 def recipe(config: PretrainConfig | DistillConfig) -> Recipe:
+    """What the rows of a run depend on beside its data."""
     data = config.data
     if isinstance(config, PretrainConfig):
         return TextRecipe(config.model.tokenizer_from, data.length)

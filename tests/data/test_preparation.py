@@ -109,7 +109,7 @@ def test_done_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change", ["data", "order", "kind", "length", "options", "last turn", "packing", "tokenizer", "template", "block"]
+    "change", ["data", "order", "kind", "length", "options", "last turn", "packing", "tokenizer", "template", "model", "block"]
 )
 def test_any_edit_makes_a_new_key(tmp_path, change, monkeypatch):
     """Content of data and tokenizer, template, length and options, each alone."""
@@ -117,8 +117,8 @@ def test_any_edit_makes_a_new_key(tmp_path, change, monkeypatch):
     shutil.copytree(GOLDEN / "qwen3/target", tokenizer, ignore=shutil.ignore_patterns("*.safetensors"))
     before = dataclasses.replace(recipe(), tokenizer=tokenizer)
     paths = [write(tmp_path / "a.jsonl", 30), write(tmp_path / "b.jsonl", 20)]
-    key, after = preparation._key(paths, before), before
-    assert preparation._key(paths, dataclasses.replace(before)) == key
+    facts, after = preparation._facts(paths, before), before
+    assert preparation._facts(paths, dataclasses.replace(before)) == facts
     if change == "data":
         data = paths[0].read_bytes()
         paths[0].write_bytes(data.replace(b"License", b"Licence", 1))
@@ -140,17 +140,50 @@ def test_any_edit_makes_a_new_key(tmp_path, change, monkeypatch):
         name, old, new = {
             "tokenizer": ("tokenizer.json", '"<|im_end|>"', '"<|im_END|>"'),
             "template": ("tokenizer_config.json", "<|im_start|>", "<|im_begin|>"),
+            "model": ("config.json", '"qwen3"', '"llama"'),  # which chooses a class where tokenizer.json is missing
         }[change]
         if not (tokenizer / name).read_text().count(old):
             name = "chat_template.jinja"
         (tokenizer / name).write_text((tokenizer / name).read_text().replace(old, new, 1))
-    assert preparation._key(paths, after) != key
+    assert preparation._facts(paths, after) != facts
 
 
 def test_the_recipe_is_part_of_the_key(tmp_path):
     """Text and conversations of one file are not the same rows."""
     path, target = write(tmp_path / "a.jsonl", 5), GOLDEN / "qwen3/target"
-    assert preparation._key([path], TextRecipe(target, 400)) != preparation._key([path], recipe())
+    assert preparation._facts([path], TextRecipe(target, 400)) != preparation._facts([path], recipe())
+
+
+def test_names_of_tokenizer_files_count(tmp_path):
+    """The same content under another name is read otherwise."""
+    (tmp_path / "added_tokens.json").write_text("{}")
+    facts = TextRecipe(tmp_path, 8).facts()
+    (tmp_path / "added_tokens.json").rename(tmp_path / "special_tokens_map.json")
+    assert TextRecipe(tmp_path, 8).facts() != facts
+
+
+def test_a_file_that_changes_while_it_is_read(tmp_path, monkeypatch):
+    """Rows of another content are not kept under this one's key, now or after an interrupt."""
+    path, make, original = write(tmp_path / "a.jsonl", 30), preparation._make, (tmp_path / "a.jsonl").read_bytes()
+
+    def changed(*arguments):
+        with path.open("ab") as stream:
+            stream.write(SOURCE[0])
+        make(*arguments)
+
+    monkeypatch.setattr(preparation, "_make", changed)
+    with pytest.raises(UserError, match="changed while they were read"):
+        prepare([str(path)], recipe(), tmp_path / "cache", 1)
+    assert not list((tmp_path / "cache").glob("*.work"))
+
+    path.write_bytes(original)
+    monkeypatch.setattr(preparation, "_finish", None)  # a kill after the parts were made of the changed file
+    with monkeypatch.context() as patch, pytest.raises(TypeError):
+        patch.setattr(preparation, "_stamps", lambda paths: [[0, 0, 0]])
+        prepare([str(path)], recipe(), tmp_path / "cache", 1)
+    path.write_bytes(original)
+    monkeypatch.undo()
+    assert prepare([str(path)], recipe(), tmp_path / "cache", 1).report.read == 30
 
 
 def test_goes_on_where_it_was_interrupted(tmp_path, small_blocks, monkeypatch):
@@ -200,7 +233,7 @@ def children(pid: int) -> list[int]:
     return [int(child) for path in Path(f"/proc/{pid}/task").glob("*/children") for child in path.read_text().split()]
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(20, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [1, pytest.param(20, marks=pytest.mark.slow)])
 def test_killed_at_random_moments(tmp_path, kills):
     """SIGKILL, wherever it falls: a later run ends with the rows of an undisturbed one."""
     path, generator, killed = write(tmp_path / "a.jsonl", 1600), random.Random(kills), 0
@@ -234,6 +267,18 @@ def test_two_at_once(tmp_path):
     assert first.directory == second.directory and first.fingerprint == second.fingerprint
     assert sum("waiting for another process" in line for line in [*log1, *log2]) == 1
     assert content(first) == content(prepare([str(path)], recipe(), tmp_path / "alone", 1))
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_stopped(tmp_path, processes):
+    """SIGTERM ends it soon, with its status and without a traceback; the work is kept."""
+    process = start(write(tmp_path / "a.jsonl", 20000), tmp_path / "cache", processes)
+    while not progress(tmp_path / "cache"):
+        time.sleep(0.01)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 143 and "Traceback" not in err
+    assert progress(tmp_path / "cache") and not list((tmp_path / "cache").glob("*.work/.*.tmp"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")
@@ -275,7 +320,7 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 
 def test_no_usable_record(tmp_path):
     """An error that says why, and nothing left behind."""
-    for lines, reason in ((b"{\n{\n", r"among 2 \(malformed JSON: 2\)"), (b"\n", "the files are empty")):
+    for lines, reason in ((b"{\n{\n", r"among 2 \(malformed JSON: 2; the first: .*a\.jsonl:1\)"), (b"\n", "the files are empty")):
         (tmp_path / "a.jsonl").write_bytes(lines)
         with pytest.raises(UserError, match=reason):
             prepare([str(tmp_path / "a.jsonl")], recipe(), tmp_path / "cache", 1)
@@ -299,6 +344,20 @@ def test_damage_is_seen(tmp_path):
     shard.unlink()
     with pytest.raises(UserError, match="damaged or missing"):
         prepare([str(tmp_path / "a.jsonl")], recipe(), tmp_path / "cache", 1)
+    (rows.directory / MANIFEST).write_text("{}")
+    with pytest.raises(UserError, match=r"manifest\.json: damaged"):
+        Rows(rows.directory)
+    (rows.directory / MANIFEST).unlink()
+    with pytest.raises(UserError, match="not a complete preparation; remove it"):
+        prepare([str(tmp_path / "a.jsonl")], recipe(), tmp_path / "cache", 1)
+
+
+def test_rows_outlive_their_directory(tmp_path):
+    """A cache that is emptied while a run reads from it does not end the run."""
+    rows = prepare([str(write(tmp_path / "a.jsonl", 30))], recipe(), tmp_path / "cache", 1)
+    before = content(rows)
+    shutil.rmtree(rows.directory)
+    assert content(rows) == before
 
 
 def test_an_error_of_a_worker_is_the_same_one_line(tmp_path, small_blocks):

@@ -2,9 +2,11 @@
 
 import gzip
 import itertools
+import os
 import pickle
 import random
 import tracemalloc
+from pathlib import Path
 
 import pyarrow
 import pyarrow.parquet
@@ -387,6 +389,27 @@ def test_json_lines(tmp_path):
     (one, first), (two, second), (three, third) = read_json_lines(tmp_path / "a.partial")
     assert [place.rpartition(":")[2] for place in (one, two, three)] == ["1", "4", "5"]
     assert (first, third) == (1, 2) and isinstance(second, ValueError)
+
+
+def test_one_file_under_two_names(tmp_path, monkeypatch):
+    """A record must not be read twice because its file was named twice."""
+    monkeypatch.chdir(tmp_path)
+    Path("a.jsonl").write_text("{}")
+    Path("link.jsonl").symlink_to("a.jsonl")
+    assert find_files(["a.jsonl", str(tmp_path / "a.jsonl"), "./a.jsonl", "*.jsonl"]) == [Path("a.jsonl")]
+
+
+def test_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "a.jsonl").write_text("{}")
+    assert find_files(["~/a.jsonl"]) == [tmp_path / "a.jsonl"]
+
+
+def test_name_that_is_not_utf8(tmp_path):
+    """Its records could not be named in a report."""
+    Path(os.fsdecode(os.fsencode(tmp_path) + b"/\xff.jsonl")).write_text("{}")
+    with pytest.raises(UserError, match="not UTF-8; rename it"):
+        find_files([str(tmp_path / "*.jsonl")])
 
 
 def test_find_files(tmp_path):
