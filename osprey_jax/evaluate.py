@@ -119,7 +119,7 @@ def _request(record: Record, config: EvaluateConfig, target: Target) -> Request 
     if not any(message["role"] == "user" for message in messages):
         return Rejection(record.where, record.id, "no user turn")
     try:
-        prompt = target.prompt_ids(messages)
+        prompt = target.prompt_ids(messages, record.tools)
     except RecordRefused as error:
         return Rejection(record.where, record.id, f"refused by the chat template: {error}")
     limit = target.limit(prompt, config.max_new_tokens)

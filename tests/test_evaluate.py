@@ -181,6 +181,19 @@ def test_only_the_first_turns_are_asked(config):
     assert prompts.requests[1].prompt == target.prompt_ids(PROSE[1]["conversations"][:1])
 
 
+def test_tools_are_part_of_the_prompt(config, tmp_path):
+    """What serving shows to the model is measured with it."""
+    copy = tmp_path / "target"
+    shutil.copytree(TARGET, copy)
+    template = copy / "chat_template.jinja"
+    template.write_text("{{ tools | tojson }}" + template.read_text())
+    tools, made, target = [{"type": "function", "function": {"name": "f"}}], config(), open_target(copy, {})
+    write(made.prompts["prose"], [PROSE[1] | {"tools": tools}])
+    [request] = module._read_prompts("prose", made.prompts["prose"], made, target, "").requests
+    assert request.prompt == target.prompt_ids(PROSE[1]["conversations"][:1], tools)
+    assert target.tokenizer.decode(request.prompt).startswith('[{"type"')
+
+
 def test_a_sample_is_drawn_by_seed(config):
     """The same seed draws the same prompts, in file order; another draws others."""
     write(config().prompts["code"], [conversation(f"r{i}", f"of {i}") for i in range(40)])

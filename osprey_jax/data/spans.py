@@ -22,6 +22,7 @@ from osprey_jax.data.rendering import ChatTemplate, RecordRefused, with_argument
 _TAG = r"[<\[◁]{slash}[\w:]*(?:think|reason)[\w:]*[>\]▷]\s*"
 _OPEN, _CLOSE = _TAG.format(slash=""), _TAG.format(slash="/")
 _EMPTY_THINKING = re.compile(rf"\s*(?:{_OPEN}(?:{_CLOSE})?|{_CLOSE})", re.IGNORECASE)
+_CLOSED_THINKING = re.compile(rf"\s*{_CLOSE}$", re.IGNORECASE)
 _TRAILING_THINKING = re.compile(rf"(?:{_OPEN}(?:{_CLOSE})?|{_CLOSE})$", re.IGNORECASE)
 
 # Small conversations, to learn from them what the template writes around turns; `_NAME` is the called function's.
@@ -100,7 +101,8 @@ class SpanFinder:
 
         A span is what the model writes in serving: from the end of the header (and of an empty thinking block that
         the template itself puts there) to the end of the terminator. Of an `unfinished` turn (the first is 0), which
-        a limit cut, the terminator is not the model's and lies outside.
+        a limit cut, the terminator is not the model's and lies outside, and what closes its thinking where it has
+        nothing else.
 
         Raises:
           RecordRefused: the template refuses the conversation, or leaves out tool calls: a turn that ends where the
@@ -113,7 +115,12 @@ class SpanFinder:
         spans = []
         for turn, span in enumerate(self._spans_of_all(conversation, turns)):
             start, end, terminator = span or self._span_of_one(conversation, turns[turn])
-            spans.append((start, max(start, end - len(terminator)) if turn in unfinished else end))
+            if turn in unfinished:
+                message, end = messages[turns[turn]], end - len(terminator)
+                if not message["content"] and not message.get("tool_calls"):
+                    closed = _CLOSED_THINKING.search(text, start, end)
+                    end = closed.start() if closed else end
+            spans.append((start, max(start, end)))
         if any(before[1] > after[0] for before, after in itertools.pairwise(spans)):
             raise _unreadable("assistant turns overlap", text)
         return text, spans

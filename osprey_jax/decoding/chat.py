@@ -24,13 +24,13 @@ class Chat:
     template: ChatTemplate
     context: int
 
-    def prompt(self, messages: list[dict]) -> str:
+    def prompt(self, messages: list[dict], tools: list[dict] | None = None) -> str:
         """A conversation up to where the assistant's turn begins. Raises `RecordRefused`."""
-        return self.template.render(messages, add_generation_prompt=True)
+        return self.template.render(messages, add_generation_prompt=True, tools=tools)
 
-    def prompt_ids(self, messages: list[dict]) -> list[int]:
+    def prompt_ids(self, messages: list[dict], tools: list[dict] | None = None) -> list[int]:
         """Token ids of `prompt`. Raises `RecordRefused`."""
-        return self.token_ids(self.prompt(messages))
+        return self.token_ids(self.prompt(messages, tools))
 
     def token_ids(self, prompt: str) -> list[int]:
         return self.tokenizer(prompt, add_special_tokens=False)["input_ids"]

@@ -62,11 +62,17 @@ class Endpoint:
     """The server at `url`. Close it."""
 
     def __init__(self, url: str, timeout: float):
-        """`timeout`: seconds that an answer may take."""
+        """`timeout`: seconds that an answer may take. The environment's OPENAI_API_KEY, where set, is sent along."""
         self.url = url
         self._timeout = timeout
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S)
-        self._client = httpx2.AsyncClient(base_url=url, timeout=httpx2.Timeout(None, connect=_CONNECT_S), limits=limits)
+        key = os.environ.get("OPENAI_API_KEY")
+        self._client = httpx2.AsyncClient(
+            base_url=url,
+            headers={"Authorization": f"Bearer {key}"} if key else None,
+            timeout=httpx2.Timeout(None, connect=_CONNECT_S),
+            limits=limits,
+        )
 
     async def close(self) -> None:
         await self._client.aclose()

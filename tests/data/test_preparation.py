@@ -109,7 +109,8 @@ def test_done_once(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "change", ["data", "order", "kind", "length", "options", "last turn", "packing", "tokenizer", "template", "model", "block"]
+    "change",
+    ["data", "order", "kind", "length", "options", "last turn", "packing", "tokenizer", "template", "model", "block"],
 )
 def test_any_edit_makes_a_new_key(tmp_path, change, monkeypatch):
     """Content of data and tokenizer, template, length and options, each alone."""
@@ -320,7 +321,10 @@ def test_memory_does_not_grow_with_the_file(tmp_path):
 
 def test_no_usable_record(tmp_path):
     """An error that says why, and nothing left behind."""
-    for lines, reason in ((b"{\n{\n", r"among 2 \(malformed JSON: 2; the first: .*a\.jsonl:1\)"), (b"\n", "the files are empty")):
+    for lines, reason in (
+        (b"{\n{\n", r"among 2 \(malformed JSON: 2; the first: .*a\.jsonl:1\)"),
+        (b"\n", "the files are empty"),
+    ):
         (tmp_path / "a.jsonl").write_bytes(lines)
         with pytest.raises(UserError, match=reason):
             prepare([str(tmp_path / "a.jsonl")], recipe(), tmp_path / "cache", 1)

@@ -102,6 +102,20 @@ def test_unfinished_turn(make_tokenizer, template):
     assert text[slice(*second)] == "yes"
 
 
+def test_unfinished_thinking(make_tokenizer):
+    """Where the limit fell into the thinking, the model wrote nothing that closes it."""
+    finder = SpanFinder(ChatTemplate(make_tokenizer(QWEN3)))
+    for content, expected in (
+        ("", "<think>\nno no"),
+        ("yes", "<think>\nno no\n</think>\n\nyes"),
+    ):
+        messages = [user("hi"), assistant(content, reasoning_content="no no")]
+        text, [span] = finder.assistant_spans(messages, unfinished={0})
+        assert text[slice(*span)] == expected
+        text, [span] = finder.assistant_spans(messages)
+        assert text[slice(*span)].endswith("</think>\n\n" + content + "<|im_end|>")
+
+
 @pytest.mark.parametrize("thinking", [{"reasoning_content": "no no"}, {}])
 def test_thinking_that_the_record_has(make_tokenizer, thinking):
     """Written thinking is supervised where the template keeps it (last turn) and absent where it drops it."""

@@ -62,7 +62,7 @@ def test_thinking_is_kept_apart(make_chat, opened, text):
     "text",
     [
         "<think> it is </think> yes",  # not the template's newlines
-        "<think>\nit is",  # cut
+        "<think>\nit is\n",  # cut, and a template strips it
         "so <think>\nit is\n</think>\n\nyes",
         "\n<think>\nit is\n</think>\n\nyes",
         "yes",
@@ -72,6 +72,22 @@ def test_thinking_is_kept_apart(make_chat, opened, text):
 def test_what_would_not_come_back_stays(make_chat, text):
     """Split, the record would render other text than the model wrote."""
     assert make_chat().message(QUESTION, text) == {"role": "assistant", "content": text}
+
+
+def test_thinking_that_a_limit_cut(make_chat):
+    """What closes it is the template's; the record has no answer."""
+    chat = make_chat(opened=True)
+    message = chat.message(QUESTION, "it is")
+    assert message == {"role": "assistant", "reasoning_content": "it is", "content": ""}
+    assert make_chat().message(QUESTION, "<think>\nit is") == message
+
+
+def test_tools_are_shown(make_chat):
+    """As serving shows them to the model."""
+    chat = make_chat("{{ tools | tojson }}" + THINKING)
+    tools = [{"type": "function", "function": {"name": "add"}}]
+    assert chat.prompt(QUESTION, tools).startswith('[{"type"') and chat.prompt(QUESTION).startswith("null")
+    assert len(chat.prompt_ids(QUESTION, tools)) > len(chat.prompt_ids(QUESTION))
 
 
 def test_a_template_without_thinking(make_chat):

@@ -13,6 +13,7 @@ import pytest
 from osprey_jax.command import UserError
 from osprey_jax.config import RegenerateConfig
 from osprey_jax.decoding import endpoint, pool
+from osprey_jax.decoding.endpoint import Endpoint
 from osprey_jax.regenerate import regenerate
 from tests.decoding.fake_server import RECORDS, FakeServer, answered, echo, read, write
 from tests.decoding.test_chat import THINKING
@@ -195,6 +196,13 @@ def test_a_conversation_stays_where_it_is_cached(start, config):
     regenerate(config(*fakes))
     first, second = ({body["messages"][0]["content"] for body in fake.bodies} for fake in fakes)
     assert first and second and not first & second
+
+
+def test_key(monkeypatch):
+    """A server that wants one gets it from where such clients take it; nothing is sent unasked."""
+    assert "Authorization" not in Endpoint("http://a", 1.0)._client.headers
+    monkeypatch.setenv("OPENAI_API_KEY", "k")
+    assert Endpoint("http://a", 1.0)._client.headers["Authorization"] == "Bearer k"
 
 
 def test_template_options_reach_the_server(start, config, tmp_path):
