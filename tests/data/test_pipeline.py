@@ -48,7 +48,7 @@ def test_content():
             np.testing.assert_array_equal(batch[name], rows.arrays[name][batch["row"]])
 
 
-@pytest.mark.parametrize(("count", "batch_size"), [(7, 3), (8, 4), (2, 5), (1, 3), (1024, 100)])
+@pytest.mark.parametrize(("count", "batch_size"), [(7, 3), (8, 4), (2, 5), (1, 3), (1024, 100), (1500, 1024)])
 def test_epochs(count, batch_size):
     """Every epoch has each row once, also where batches run across its end or hold several epochs."""
     drawn = order(make_rows(count), -(-4 * count // batch_size), batch_size=batch_size, seed=3)

@@ -59,6 +59,17 @@ def test_packing_keeps_every_record():
     assert packed.lengths == alone.lengths
 
 
+def test_more_records_than_any_batch():
+    """1024 records and one more in one block: each is there once, with its own tokens, none at a batch's edge lost."""
+    turns = lambda i: [{"role": "user", "content": "a"}, {"role": "assistant", "content": f"GNU {i}"}]
+    made = conversations(block([{"id": f"r{i}", "conversations": turns(i)} for i in range(1025)]))
+    found, decode = segments(made.rows), load_tokenizer(TARGET).decode
+    assert list(sorted(found, key=lambda name: int(name[1:]))) == [f"r{i}" for i in range(1025)]
+    for i in range(1025):
+        tokens, mask = map(np.array, found[f"r{i}"])
+        assert decode(tokens[mask]) == f"GNU {i}<|im_end|>"
+
+
 def test_only_last_turn():
     """Of a conversation's turns the last alone is supervised; the tokens stay."""
     asked = {"role": "user", "content": "a"}
