@@ -40,15 +40,13 @@ class Journal:
         return key in self._places
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Append `entry` in one write: a kill leaves it whole, or as a last line without its end."""
+        """Append `entry`: a kill leaves it whole, or as a last line without its end; a full disk leaves nothing of it."""
         try:
             if self._file is None:
                 self._file = self.path.open("ab", buffering=0)
-                if self._file.tell() == 0:
-                    self._file.write(_line({"settings": self._settings}))
-            place = self._file.tell()
-            self._file.write(_line(entry))
-            self._note(entry, place)
+            if self._file.tell() == 0:
+                self._append({"settings": self._settings})
+            self._note(entry, self._append(entry))
             if time.monotonic() - self._synced > _SYNC_SECONDS:
                 os.fsync(self._file.fileno())
                 self._synced = time.monotonic()
@@ -67,6 +65,18 @@ class Journal:
         if self._file is not None:
             self._file.close()
             self._file = None
+
+    def _append(self, value: dict[str, Any]) -> int:
+        """The place of the line."""
+        place, rest = self._file.tell(), json.dumps(value, ensure_ascii=False).encode() + b"\n"
+        try:
+            while rest:  # a disk that fills up takes a part, and says so when asked for more
+                rest = rest[self._file.write(rest) :]
+        except OSError:
+            self._file.seek(place)
+            self._file.truncate()
+            raise
+        return place
 
     def _note(self, entry: dict[str, Any], place: int) -> None:
         self._places[entry["key"]] = place
@@ -99,7 +109,3 @@ class Journal:
                 f"{self.path}: was made with another {', '.join(changed)}; restore that to go on, or remove the file "
                 "to start again"
             )
-
-
-def _line(value: dict[str, Any]) -> bytes:
-    return json.dumps(value, ensure_ascii=False).encode() + b"\n"

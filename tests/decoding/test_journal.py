@@ -1,3 +1,5 @@
+import resource
+
 import pytest
 
 from osprey_jax.command import UserError
@@ -61,3 +63,26 @@ def test_what_cannot_be_written_is_one_line(tmp_path):
     """An error of a write, other than one of opening, does not name the file by itself."""
     with pytest.raises(UserError, match=r"gone/journal: cannot be written \(No such file or directory\)"):
         Journal(tmp_path / "gone/journal", {}).add({"key": "a"})
+
+
+@pytest.mark.parametrize("room, kept", [(10, 0), (30, 0), (80, 1)])
+def test_a_full_disk(opened, tmp_path, room, kept):
+    """A line of which a part fits is taken back, the first one too: what follows in this process and the next is whole.
+
+    A limit of the file's size cuts writes as a full disk does.
+    """
+    journal = opened()
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (room, before[1]))
+    try:
+        with pytest.raises(UserError, match=r"journal: cannot be written \(File too large\)"):
+            for key in ("a", "b"):
+                journal.add({"key": key, "text": "x" * 10})
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert (tmp_path / "journal").read_bytes().count(b"\n") == (0 if room == 10 else 1 + kept)
+    journal.add({"key": "c"})
+    journal.close()
+    for same in (journal, opened()):
+        assert ("a" in same) == bool(kept) and "b" not in same
+        assert same.read("c") == {"key": "c"}
