@@ -4,7 +4,9 @@ One class a command. A default stands here and nowhere else; what follows from o
 that needs it and printed at the start of a run, never a second key.
 """
 
+import argparse
 import re
+import urllib.parse
 from pathlib import Path
 from typing import Annotated, Any, Literal, Self
 
@@ -203,7 +205,11 @@ class RegenerateConfig(Section):
     def _urls(cls, servers: list[str]) -> list[str]:
         urls = [server.rstrip("/").removesuffix("/v1") for server in servers]
         for url in urls:
-            if not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", url):
+            try:
+                port = urllib.parse.urlsplit(url).port  # raises where it is none, or an IPv6 address is unfinished
+            except ValueError:
+                port = 0
+            if port == 0 or not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", url):
                 raise ValueError(f"{url!r} is no base URL such as http://host:30000")
             if urls.count(url) > 1:
                 raise ValueError(f"{url} is named twice")
@@ -249,7 +255,9 @@ def parse_arguments(program: str, description: str, kind: Any) -> Any:
 
 def config_parser(program: str, description: str) -> ArgumentParser:
     """A parser of `--config FILE [key=value ...]`, as `config` and `overrides`, to which a command may add."""
-    parser = ArgumentParser(prog=f"python -m {program}", description=description)
+    parser = ArgumentParser(
+        prog=f"python -m {program}", description=description, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--config", required=True, metavar="FILE", help="YAML file (keys: osprey_jax/config.py)")
     parser.add_argument(
         "overrides",

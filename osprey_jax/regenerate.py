@@ -145,9 +145,14 @@ def _results(config: RegenerateConfig, journal: Journal) -> Iterator[tuple[dict 
         if entry is None:
             raise UserError(f"{where}: the input changed while it was being answered; run the command again")
         reason = entry.get("failed", entry.get("left_out"))
-        written = entry.get("record")
+        rejection = None if reason is None else Rejection(where, made.id, reason)
+        if "record" not in entry:
+            yield None, rejection
+            continue
         kept = {name: field for name, field in value.items() if name not in _DROPPED}
-        yield written and kept | written, None if reason is None else Rejection(where, made.id, reason)
+        # Python reads NaN and Infinity, which JSON does not have.
+        kept = json.loads(json.dumps(kept), parse_constant=lambda name: None)
+        yield kept | entry["record"], rejection
 
 
 def _beside(output: Path, ending: str) -> Path:
@@ -155,7 +160,7 @@ def _beside(output: Path, ending: str) -> Path:
 
 
 def main() -> None:
-    config = parse_arguments("osprey_jax.regenerate", __doc__.splitlines()[0], RegenerateConfig)
+    config = parse_arguments("osprey_jax.regenerate", __doc__, RegenerateConfig)
     regenerate(config)
 
 

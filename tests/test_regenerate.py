@@ -115,11 +115,15 @@ def test_keys_that_contradict_each_other(config):
         ({"concurrency": 4}, "concurrency is of servers, and none is named"),
         ({"timeout": 4.0}, "timeout is of servers"),
         ({"servers": ["a:1"], "without": ["batch_size"]}, "'a:1' is no base URL"),
+        ({"servers": ["http://a:99999"], "without": ["batch_size"]}, "'http://a:99999' is no base URL"),
+        ({"servers": ["http://a:x"], "without": ["batch_size"]}, "'http://a:x' is no base URL"),
+        ({"servers": ["http://[::1"], "without": ["batch_size"]}, r"'http://\[::1' is no base URL"),
         ({"servers": ["http://a:1", "http://a:1/v1/"], "without": ["batch_size"]}, "http://a:1 is named twice"),
     ]:
         with pytest.raises(ValueError, match=named):
             config(**wrong)
-    assert config(servers=["https://a/x/v1"], without=["batch_size"]).servers == ["https://a/x"]
+    urls = ["https://a/x/v1", "http://[::1]:30000/"]
+    assert config(servers=urls, without=["batch_size"]).servers == ["https://a/x", "http://[::1]:30000"]
 
 
 def test_a_killed_run_goes_on_where_it_stopped(config, monkeypatch):

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+from osprey_jax import regenerate as regenerate_module
 from osprey_jax.command import UserError
 from osprey_jax.config import RegenerateConfig
 from osprey_jax.regenerate import _alone, regenerate
@@ -170,6 +171,23 @@ def test_records_keep_their_fields_but_the_old_turns(config, tmp_path):
     write(tmp_path / "in.jsonl", [{"id": "a", "x": 1, "messages": turns, "tools": [{"name": "f"}], "unanswered": 3}])
     regenerate(config)
     assert read(config.output) == answered([{"id": "a", "x": 1, "conversations": turns}])
+
+
+def test_what_json_does_not_have(config, tmp_path):
+    """NaN in another field becomes null: other readers refuse a file with it."""
+    turns = RECORDS[1]["conversations"]
+    extra = {"x": float("nan"), "y": [float("inf"), {"z": -float("inf")}], "n": 1.5}
+    write(tmp_path / "in.jsonl", [{"id": "a", "conversations": turns} | extra])
+    regenerate(config)
+    wanted = {"id": "a", "conversations": turns, "x": None, "y": [None, {"z": None}], "n": 1.5}
+    assert read(config.output) == answered([wanted])
+
+
+def test_help_is_whole():
+    """What the fields of the output mean is told where one asks for it."""
+    command = [sys.executable, "-m", "osprey_jax.regenerate", "--help"]
+    said = subprocess.run(command, cwd=ROOT, check=True, capture_output=True, text=True).stdout
+    assert regenerate_module.__doc__ in said
 
 
 # ---- kills

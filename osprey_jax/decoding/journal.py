@@ -40,7 +40,7 @@ class Journal:
         return key in self._places
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Append `entry`: a kill leaves it whole, or as a last line without its end; a full disk leaves nothing of it."""
+        """Append `entry`: whole, or after a kill as a last line without its end; after an error, not at all."""
         try:
             if self._file is None:
                 self._file = self.path.open("ab", buffering=0)
