@@ -14,7 +14,11 @@ from osprey_jax.config import TrainConfig, config_parser, load_config
 def main() -> None:
     parser = config_parser("osprey_jax.prepare", __doc__)
     parser.add_argument(
-        "--show", type=int, default=0, metavar="N", help="print N records of data.train, the supervised part marked"
+        "--show",
+        type=int,
+        default=0,
+        metavar="N",
+        help="print N records of data.train, from its first rows, the supervised part marked",
     )
     arguments = parser.parse_args()
     if arguments.show < 0:

@@ -321,14 +321,14 @@ def _cores() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-_opened: Opened | None = None  # of a working process
+_opened: Opened | UserError  # of a working process: what the recipe gave
 
 
 @contextlib.contextmanager
 def _workers(recipe: Recipe, processes: int) -> Iterator[Callable[..., Future]]:
     """`submit(function, *arguments)` runs `function(recipe.open(), *arguments)`: here if one process is all."""
-    opened = recipe.open()  # what is wrong with it shows here
     if processes == 1:
+        opened = recipe.open()
         yield lambda function, *arguments: _done(function(opened, *arguments))
         return
     # Not forked: a process that has threads, as one with JAX has, cannot be copied safely.
@@ -365,10 +365,15 @@ def _start(recipe: Recipe) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # every process is one thread
     parent = multiprocessing.parent_process().sentinel
     threading.Thread(target=lambda: connection.wait([parent]) and os._exit(1), daemon=True).start()
-    _opened = recipe.open()
+    try:
+        _opened = recipe.open()
+    except UserError as error:  # an initializer that fails would only be called a broken process
+        _opened = error
 
 
 def _call(function: Callable, *arguments: object) -> None:
+    if isinstance(_opened, UserError):
+        raise _opened
     function(_opened, *arguments)
 
 

@@ -24,7 +24,7 @@ from osprey_jax.data.text import Document, block_documents
 from osprey_jax.data.tokenizer import TOKENIZER_FILES, load_tokenizer, rows_needed
 
 _BATCH = 256  # records handled at one time
-_BATCH_CHARACTERS = 2**20  # of text tokenized at one time
+_BATCH_CHARACTERS = 2**21  # of text tokenized at one time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,7 +129,7 @@ class TextRecipe:
                 (rejections if isinstance(item, Rejection) else documents).append(item)
             names, tokens, goes_on = [], [], False
             for batch in _by_characters(documents):
-                encoded = encoder.encode_batch_fast([document.text for document in batch], add_special_tokens=False)
+                encoded = encoder.encode_batch([document.text for document in batch], add_special_tokens=False)
                 for document, encoding in zip(batch, encoded, strict=True):
                     ids = np.array([*encoding.ids, eos] if document.ends else encoding.ids, np.int32)
                     if goes_on:  # the next piece of one document

@@ -14,6 +14,7 @@ from osprey_jax.data.records import parse_line
 
 FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 60.0  # between tries; each is twice the one before
 PATIENCE_S = 600.0  # with a server, or all of them, that could do but does not
+SILENCE_S = 30.0  # of a server that has requests, after which it is asked for its model
 _CONNECT_S = 30.0
 _MODELS_S = 10.0
 _IDLE_S = 2.0  # that a connection is kept: less than servers do, so that none closes it under a request (uvicorn: 5)

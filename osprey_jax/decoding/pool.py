@@ -1,8 +1,9 @@
 """A pool of servers that serve one model, and the conversations that they are asked.
 
-Each server has at most `concurrency` requests at a time. One that cannot be reached, or fails several times in a row,
-is taken out and asked for its model again and again; once it tells, one conversation tries it, and when that is
-answered it is in again. Meanwhile its conversations go to the others.
+Each server has at most `concurrency` requests at a time. One that cannot be reached, fails several times in a row,
+or refuses several conversations in a row, is taken out and asked for its model again and again; once it tells, it is
+tried with something short, and when that is answered it is in again. Meanwhile its conversations go to the others.
+A conversation is refused when all servers that are in refuse it.
 """
 
 import asyncio
@@ -23,6 +24,8 @@ from osprey_jax.decoding.endpoint import Answer, Card, Endpoint, Fault, Refused,
 from osprey_jax.decoding.sink import Sink
 
 _FAULTS_IN_A_ROW = 3  # after which a server is out
+_REFUSALS_IN_A_ROW = 5  # likewise, where anything was answered so far
+_MISSED = 3  # times that a silent server does not tell its model, after which it is out
 _TRIES = 8  # of a turn
 _REFUSALS = 50  # and no answer: it is the requests, not the conversations
 
@@ -32,10 +35,11 @@ class _Load:
     """Requests that a server has. One that was out starts anew, whatever became of what it had."""
 
     busy: int = 0
+    limits: set[asyncio.Timeout] = dataclasses.field(default_factory=set)  # that end what it has
 
 
 class _Server:
-    """A server's part in the pool: `in`, `out`, or on `trial` with one request."""
+    """A server's part in the pool: `in`, `out`, or on `trial`."""
 
     def __init__(self, url: str, timeout: float):
         self.endpoint = Endpoint(url, timeout)
@@ -43,7 +47,9 @@ class _Server:
         self.is_out = asyncio.Event()
         self.is_out.set()
         self.load = _Load()
-        self.faults = 0  # since its last answer
+        self.faults = self.refusals = 0  # since its last answer
+        self.signs = 0  # answers and refusals, by which it shows that it does something
+        self.heard = time.monotonic()  # when it gave the last
         self.delay = endpoint.FIRST_DELAY_S
         self.reason = ""  # for being out
         self.other_prompts = False  # said that it renders prompts in another way
@@ -55,7 +61,7 @@ class _Server:
 class _Waiting:
     """A conversation without a place."""
 
-    def __init__(self, last: _Server | None, avoided: _Server | None):
+    def __init__(self, last: _Server | None, avoided: set[_Server]):
         self.last = last
         self.avoided = avoided
         self.place: asyncio.Future[tuple[_Server, _Load]] = asyncio.get_running_loop().create_future()
@@ -74,6 +80,7 @@ class Pool:
         self._waiting: list[_Waiting] = []  # in the order in which they get places
         self._none_since: float | None = time.monotonic()  # that no server is in
         self._answers = self._refusals = 0
+        self._short = self._body(Question([{"role": "user", "content": "Hi"}], [], 1, 0, 0))  # what tries a server
 
     async def answer(self, dialogues: list[Dialogue], sink: Sink) -> None:
         number = min(len(dialogues), len(self._servers) * self._config.concurrency)
@@ -81,6 +88,7 @@ class Pool:
         try:
             async with asyncio.TaskGroup() as group:
                 tending = [group.create_task(self._tend(server)) for server in self._servers]
+                tending += [group.create_task(self._listen(server)) for server in self._servers]
                 tending.append(group.create_task(self._watch()))
                 async with asyncio.TaskGroup() as workers:
                     for _ in range(number):
@@ -103,7 +111,6 @@ class Pool:
             while not dialogue.complete:
                 question = dialogue.question(self._chat, self._config.max_new_tokens)
                 answer, server = await self._ask(question, server)
-                self._answers += 1
                 dialogue.answer(question, self._message(question, answer), answer.finish_reason)
                 sink.tokens(answer.tokens or 0)
             sink.finished(dialogue)
@@ -124,21 +131,32 @@ class Pool:
 
     async def _ask(self, question: Question, last: _Server | None) -> tuple[Answer, _Server]:
         """The answer and the server that gave it, `last` if it can: it has the conversation in its cache."""
-        body, tries, avoided = self._body(question), 0, None
+        body, tries = self._body(question), 0
+        refusing: set[_Server] = set()
+        avoided: set[_Server] = set()
+        signs: dict[_Server, int] = {}  # of a server when this turn last failed there
         while True:
             server, load = await self._place(last, avoided)
             try:
-                answer = await server.endpoint.ask(body)
+                answer = await self._request(server, load, body)
+                self._answers += 1
+                self._short = body | {"max_tokens": 1}
                 self._worked(server)
                 self._compare(question, answer, server)
                 return answer, server
-            except Refused:
-                self._worked(server)
-                raise
+            except Refused as refused:
+                self._refused(server, load, refused)
+                refusing.add(server)
+                avoided = refusing
+                there = {server for server in self._servers if server.state == "in"}
+                if there and there <= refusing:
+                    raise
             except Fault as fault:
-                self._fault(server, fault)
-                avoided = server
-                if not fault.certain:
+                self._fault(server, load, fault)
+                avoided = refusing | {server}
+                # Where others are answered in between, even what looks like the server's own fault is the turn's.
+                if not fault.certain or server.signs > signs.get(server, 0):
+                    signs[server] = server.signs
                     tries += 1
                     if tries == _TRIES:
                         raise _Failed(f"{_TRIES} tries failed, the last with {fault} ({server})") from fault
@@ -147,6 +165,17 @@ class Pool:
                 self._assign()
             if tries:
                 await asyncio.sleep(jittered(min(endpoint.FIRST_DELAY_S * 2 ** (tries - 1), endpoint.LONGEST_DELAY_S)))
+
+    async def _request(self, server: _Server, load: _Load, body: dict[str, Any]) -> Answer:
+        try:
+            async with asyncio.timeout(None) as limit:
+                load.limits.add(limit)
+                try:
+                    return await server.endpoint.ask(body)
+                finally:
+                    load.limits.discard(limit)
+        except TimeoutError as error:
+            raise Fault(server.reason, certain=True) from error
 
     def _body(self, question: Question) -> dict[str, Any]:
         config = self._config
@@ -176,7 +205,7 @@ class Pool:
 
     # ---- servers
 
-    async def _place(self, last: _Server | None, avoided: _Server | None) -> tuple[_Server, _Load]:
+    async def _place(self, last: _Server | None, avoided: set[_Server]) -> tuple[_Server, _Load]:
         """A server with a free place, which is then taken: `last` if it can be, `avoided` only if no other is in."""
         waiting = _Waiting(last, avoided)
         self._waiting.append(waiting)
@@ -185,13 +214,11 @@ class Pool:
 
     def _assign(self) -> None:
         """Give free places to those who wait, first come, first served."""
-        most = {"in": self._config.concurrency, "trial": 1, "out": 0}
         self._waiting = [waiting for waiting in self._waiting if not waiting.place.cancelled()]
         for waiting in list(self._waiting):
-            free = [server for server in self._servers if server.load.busy < most[server.state]]
-            if any(server.state == "in" for server in self._servers if server is not waiting.avoided):
-                free = [server for server in free if server is not waiting.avoided]
-            if free:
+            there = [server for server in self._servers if server.state == "in"]
+            there = [server for server in there if server not in waiting.avoided] or there
+            if free := [server for server in there if server.load.busy < self._config.concurrency]:
                 best = min(free, key=lambda server, last=waiting.last: (server is not last, server.load.busy))
                 best.load.busy += 1
                 self._waiting.remove(waiting)
@@ -206,22 +233,34 @@ class Pool:
         self._assign()
 
     def _worked(self, server: _Server) -> None:
-        server.faults = 0
+        server.faults = server.refusals = 0
+        server.signs += 1
+        server.heard = time.monotonic()
         if server.state != "in":
             self._enter(server)
+
+    def _refused(self, server: _Server, load: _Load, refused: Refused) -> None:
+        if load is not server.load:  # from before it was out
+            return
+        server.faults = 0
+        server.refusals += 1
+        server.signs += 1
+        server.heard = time.monotonic()
+        if server.refusals >= _REFUSALS_IN_A_ROW and self._answers:
+            self._leave(server, str(refused))
 
     def _enter(self, server: _Server) -> None:
         if server.reason:
             say(f"{server}: in again")
-        server.reason, server.delay = "", endpoint.FIRST_DELAY_S
+        server.reason, server.delay, server.faults, server.refusals = "", endpoint.FIRST_DELAY_S, 0, 0
         server.is_out.clear()
         self._move(server, "in")
 
-    def _fault(self, server: _Server, fault: Fault) -> None:
-        if server.state == "out":  # known; this request is from before
+    def _fault(self, server: _Server, load: _Load, fault: Fault) -> None:
+        if load is not server.load:  # from before it was out
             return
         server.faults += 1
-        if server.state == "trial" or fault.certain or server.faults >= _FAULTS_IN_A_ROW:
+        if fault.certain or server.faults >= _FAULTS_IN_A_ROW:
             self._leave(server, str(fault))
 
     def _leave(self, server: _Server, reason: str) -> None:
@@ -238,12 +277,12 @@ class Pool:
             if server.reason:
                 await asyncio.sleep(jittered(server.delay))
                 server.delay = min(2 * server.delay, endpoint.LONGEST_DELAY_S)
-            if wrong := await self._wrong(server):
-                self._leave(server, wrong)
-            elif server.reason:
-                server.faults = 0
-                server.is_out.clear()
+            wrong = await self._wrong(server)
+            if server.reason and not wrong:
                 self._move(server, "trial")
+                wrong = await self._tried(server)
+            if wrong:
+                self._leave(server, wrong)
             else:
                 self._enter(server)
 
@@ -258,11 +297,37 @@ class Pool:
             return f"has a context of {card.context} tokens, the others {self._chat.context}"
         return None
 
+    async def _tried(self, server: _Server) -> str | None:
+        """Why `server` cannot be asked, as a request shows that no conversation is to blame for."""
+        try:
+            await server.endpoint.ask(self._short)
+        except Refused as refused:
+            if self._answers:  # this very request, by one of the servers
+                return str(refused)
+        except Fault as fault:
+            return str(fault)
+        server.signs += 1
+        return None
+
+    async def _listen(self, server: _Server) -> None:
+        """Take `server` out when its host is gone without a word, of which no connection tells."""
+        missed = 0
+        while True:
+            await asyncio.sleep(endpoint.SILENCE_S)
+            load = server.load
+            silent = load.busy and time.monotonic() - server.heard > endpoint.SILENCE_S
+            card = await server.endpoint.card_or_fault() if silent else None
+            missed = missed + 1 if isinstance(card, Fault) else 0
+            if missed == _MISSED and load is server.load:
+                self._leave(server, str(card))
+                for limit in list(load.limits):
+                    limit.reschedule(0)
+
     async def _watch(self) -> None:
         """Give up when no server has been in for too long, none that is being tried aside."""
         while True:
             await asyncio.sleep(endpoint.PATIENCE_S / 100)
-            on_trial = any(server.state == "trial" and server.load.busy for server in self._servers)
+            on_trial = any(server.state == "trial" for server in self._servers)
             none_for = 0.0 if self._none_since is None else time.monotonic() - self._none_since
             if none_for > endpoint.PATIENCE_S and not on_trial:
                 reasons = "; ".join(f"{server}: {server.reason}" for server in self._servers)

@@ -236,7 +236,7 @@ def _print_plan(config: Run, stage: Stage, mesh: jax.sharding.Mesh, steps: int, 
     lines = [
         f"{sum(sizes):,} trained parameters on {mesh.devices.size} device(s), data {mesh.shape['data']} x tensor "
         f"{mesh.shape['tensor']}, {config.compute_dtype}",
-        f"data.train: {describe(stage.rows.report)}",
+        f"data.train: {describe(stage.rows.report)}\n  in {stage.rows.directory}",
         *([] if stage.eval_rows is None else [f"data.eval: {describe(stage.eval_rows.report)}"]),
         *stage.notes,
         f"steps {start}..{steps}, {config.batch_size} rows each in {config.accumulation} part(s)",

@@ -272,14 +272,17 @@ def test_two_at_once(tmp_path):
 
 @pytest.mark.parametrize("processes", [1, 2])
 def test_stopped(tmp_path, processes):
-    """SIGTERM ends it soon, with its status and without a traceback; the work is kept."""
-    process = start(write(tmp_path / "a.jsonl", 20000), tmp_path / "cache", processes)
+    """SIGTERM ends it soon, with its status and without a traceback; the work is kept, and what was half done goes."""
+    path = write(tmp_path / "a.jsonl", 8000)
+    process = start(path, tmp_path / "cache", processes)
     while not progress(tmp_path / "cache"):
         time.sleep(0.01)
     process.send_signal(signal.SIGTERM)
     _, err = process.communicate(timeout=20)
     assert process.returncode == 143 and "Traceback" not in err
-    assert progress(tmp_path / "cache") and not list((tmp_path / "cache").glob("*.work/.*.tmp"))
+    assert progress(tmp_path / "cache")
+    rows, _ = finish(start(path, tmp_path / "cache", processes))
+    assert rows.report.used == 7600 and not list(rows.directory.glob(".*"))
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="needs /proc")

@@ -68,6 +68,7 @@ class FakeServer:
         self.answer: Callable[[dict], dict] = echo
         self.fault: Callable[[int, dict], str | int | None] = lambda number, body: None
         self.delay = 0.0  # of an answer, in seconds
+        self.gone = False  # without a word, also when asked for its model
         self.bodies: list[dict] = []
         self.most = self._now = 0
         self.probes = 0
@@ -147,6 +148,8 @@ class _Handler(BaseHTTPRequestHandler):
     def do_GET(self):
         fake = self.server_fake
         fake.probes += 1
+        if fake.gone:
+            return self._fault_hang(None)
         card = {"id": fake.model} | ({} if fake.context is None else {"max_model_len": fake.context})
         self._send(200, json.dumps({"data": [card]}).encode())
 

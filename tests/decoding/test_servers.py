@@ -345,6 +345,75 @@ def test_a_busy_server_is_waited_for(start, config):
     assert read(config(fake).output) == answered()
 
 
+SINGLE = [{"id": f"r{i}", "conversations": [{"role": "user", "content": f"question {i}.0"}]} for i in range(60)]
+
+
+@pytest.mark.parametrize("faster", [True, False])
+def test_a_server_that_refuses_everything(faster, start, config, tmp_path):
+    """Is not believed while another is there, however fast it refuses, and is asked no more after a while."""
+    wrong, sound = start(), start()
+    wrong.fault = lambda number, body: 400 if faster else time.sleep(0.1) or 400
+    sound.delay = 0.03
+    write(tmp_path / "in.jsonl", SINGLE)
+    regenerate(config(wrong, sound))
+    assert read(config(sound).output) == answered(SINGLE)
+    assert not (tmp_path / "out.jsonl.rejected").exists()
+    asked = sum(body["max_tokens"] > 1 for body in wrong.bodies)
+    assert asked <= 5 + 3
+
+
+def test_a_server_that_begins_to_refuse_everything(start, config, tmp_path, monkeypatch):
+    """With no other beside it, it loses a few conversations, not all that are left."""
+    monkeypatch.setattr(endpoint, "PATIENCE_S", 0.3)
+    fake = start()
+    fake.fault = lambda number, body: 400 if number > 10 else None
+    write(tmp_path / "in.jsonl", SINGLE)
+    with pytest.raises(UserError, match="no server has answered.*refused by the server: 400"):
+        regenerate(config(fake, concurrency=1))
+    assert len(read(tmp_path / "out.jsonl.partial")) == 1 + 11 + 4
+    fake.fault = lambda number, body: None
+    regenerate(config(fake))
+    assert read(config(fake).output) == answered(SINGLE)
+
+
+def test_a_refused_conversation_is_asked_of_all(start, config, tmp_path):
+    """Once each, also where several follow one another; the servers stay in."""
+    fakes = [start(), start()]
+    refused = {f"question {i}.0" for i in (3, 20, 21, 22, 23, 24, 25, 26, 27, 50)}
+    for fake in fakes:
+        fake.delay = 0.01
+        fake.fault = lambda number, body: 400 if body["messages"][0]["content"] in refused else None
+    write(tmp_path / "in.jsonl", SINGLE)
+    regenerate(config(*fakes))
+    assert read(config(*fakes).output) == answered([r for r in SINGLE if first(r) not in refused])
+    assert len(read(tmp_path / "out.jsonl.rejected")) == 10
+    for fake in fakes:
+        assert sum(first_asked(body) == "question 3.0" for body in fake.bodies) == 1
+
+
+@pytest.mark.parametrize("status", [401, 403, 404, 405])
+def test_a_conversation_that_looks_like_a_wrong_server(status, start, config, tmp_path):
+    """What servers answer others in between is the conversation's own fault: it fails after as many tries as any."""
+    fakes = [start(), start()]
+    for fake in fakes:
+        fake.fault = lambda number, body: status if first_asked(body) == "question 3.0" else None
+    write(tmp_path / "in.jsonl", SINGLE[:21])
+    with pytest.raises(UserError, match="^1 conversations failed for reasons that may pass"):
+        regenerate(config(*fakes))
+    regenerate(config(*fakes))
+    assert read(config(*fakes).output) == answered(SINGLE[:3] + SINGLE[4:21])
+    asked = [first_asked(body) for fake in fakes for body in fake.bodies]
+    assert asked.count("question 3.0") <= 2 * (8 + 2)
+
+
+def first(record):
+    return record["conversations"][0]["content"]
+
+
+def first_asked(body):
+    return body["messages"][0]["content"]
+
+
 # ---- servers that come and go
 
 
@@ -401,6 +470,47 @@ def test_a_trial_may_take_long(start, config, tmp_path, monkeypatch):
     fake.delay = 1.0
     regenerate(config(fake))
     assert read(config(fake).output) == answered(RECORDS[:1])
+
+
+def test_a_fault_from_before_an_outage(start, config, tmp_path):
+    """Does not count against a server that came back: the requests that hung end while it answers others."""
+    fake = start()
+    fake.delay = 0.1
+    fake.fault = lambda number, body: "hang" if number < 3 else 401 if number == 3 else None
+    write(tmp_path / "in.jsonl", SINGLE[:20])
+    regenerate(config(fake, concurrency=4, timeout=0.4))
+    assert read(config(fake).output) == answered(SINGLE[:20])
+    assert fake.probes == 3, "at the start twice, and once after the outage"
+
+
+def test_a_host_that_is_gone(start, config, monkeypatch, capsys):
+    """Without a word, as by a loss of power: its requests go to the other long before the time of an answer is over."""
+    monkeypatch.setattr(endpoint, "SILENCE_S", 0.1)
+    monkeypatch.setattr(endpoint, "_MODELS_S", 0.1)
+    lost, sound = start(), start()
+
+    def fault(number, body):
+        if number == 2:
+            lost.gone = True
+        return "hang" if number >= 2 else None
+
+    lost.fault = fault
+    started = time.monotonic()
+    regenerate(config(lost, sound, timeout=20.0))
+    assert time.monotonic() - started < 5.0
+    assert read(config(sound).output) == answered()
+    assert f"{lost.url}: out (no answer within 0.1 s)" in capsys.readouterr().err
+
+
+def test_a_long_answer_is_no_silence(start, config, monkeypatch):
+    """A server that tells its model is left to write."""
+    monkeypatch.setattr(endpoint, "SILENCE_S", 0.05)
+    fake = start()
+    fake.delay = 0.5
+    regenerate(config(fake, concurrency=12))
+    assert read(config(fake).output) == answered()
+    assert len(fake.bodies) == sum(len(record["conversations"]) for record in RECORDS)
+    assert fake.probes > 10
 
 
 def at_request(count, action):
