@@ -24,7 +24,7 @@ from osprey_jax.decoding.endpoint import Answer, Card, Endpoint, Fault, Refused,
 from osprey_jax.decoding.sink import Sink
 
 _FAULTS_IN_A_ROW = 3  # after which a server is out
-_REFUSALS_IN_A_ROW = 5  # likewise, where anything was answered so far
+_REFUSALS_IN_A_ROW = 5  # likewise, or 1 of a server that never answered, where anything was answered so far
 _MISSED = 3  # times that a silent server does not tell its model, after which it is out
 _TRIES = 8  # of a turn
 _REFUSALS = 50  # and no answer: it is the requests, not the conversations
@@ -48,6 +48,7 @@ class _Server:
         self.is_out.set()
         self.load = _Load()
         self.faults = self.refusals = 0  # since its last answer
+        self.answered = False  # anything so far
         self.signs = 0  # answers and refusals, by which it shows that it does something
         self.heard = time.monotonic()  # when it gave the last
         self.delay = endpoint.FIRST_DELAY_S
@@ -56,6 +57,11 @@ class _Server:
 
     def __str__(self) -> str:
         return self.endpoint.url
+
+    @property
+    def there(self) -> bool:
+        """In, as far as is known: also before it was ever asked for its model."""
+        return self.state == "in" or not self.reason
 
 
 class _Waiting:
@@ -148,7 +154,7 @@ class Pool:
                 self._refused(server, load, refused)
                 refusing.add(server)
                 avoided = refusing
-                there = {server for server in self._servers if server.state == "in"}
+                there = {server for server in self._servers if server.there}
                 if there and there <= refusing:
                     raise
             except Fault as fault:
@@ -175,7 +181,7 @@ class Pool:
                 finally:
                     load.limits.discard(limit)
         except TimeoutError as error:
-            raise Fault(server.reason, certain=True) from error
+            raise Fault("gone without a word", certain=True) from error
 
     def _body(self, question: Question) -> dict[str, Any]:
         config = self._config
@@ -216,9 +222,10 @@ class Pool:
         """Give free places to those who wait, first come, first served."""
         self._waiting = [waiting for waiting in self._waiting if not waiting.place.cancelled()]
         for waiting in list(self._waiting):
-            there = [server for server in self._servers if server.state == "in"]
+            there = [server for server in self._servers if server.there]
             there = [server for server in there if server not in waiting.avoided] or there
-            if free := [server for server in there if server.load.busy < self._config.concurrency]:
+            free = [server for server in there if server.state == "in" and server.load.busy < self._config.concurrency]
+            if free:
                 best = min(free, key=lambda server, last=waiting.last: (server is not last, server.load.busy))
                 best.load.busy += 1
                 self._waiting.remove(waiting)
@@ -234,6 +241,7 @@ class Pool:
 
     def _worked(self, server: _Server) -> None:
         server.faults = server.refusals = 0
+        server.answered = True
         server.signs += 1
         server.heard = time.monotonic()
         if server.state != "in":
@@ -246,7 +254,7 @@ class Pool:
         server.refusals += 1
         server.signs += 1
         server.heard = time.monotonic()
-        if server.refusals >= _REFUSALS_IN_A_ROW and self._answers:
+        if self._answers and server.refusals >= (_REFUSALS_IN_A_ROW if server.answered else 1):
             self._leave(server, str(refused))
 
     def _enter(self, server: _Server) -> None:
@@ -306,6 +314,7 @@ class Pool:
                 return str(refused)
         except Fault as fault:
             return str(fault)
+        server.answered = True
         server.signs += 1
         return None
 
