@@ -304,6 +304,20 @@ def test_a_failure_that_may_pass_is_asked_once_more(start, config, tmp_path):
     assert not (tmp_path / "out.jsonl.partial").exists()
 
 
+def test_what_was_answered_before_a_failure(start, config, tmp_path):
+    """Is kept when the turn fails again, as it is where the turn is refused."""
+    fake = start()
+    fake.fault = lambda number, body: 500 if body["messages"][-1]["content"] == "question 5.2" else None
+    with pytest.raises(UserError, match=r"^1 conversations failed"):
+        regenerate(config(fake))
+    regenerate(config(fake))
+    wanted = answered()
+    wanted[5]["conversations"] = wanted[5]["conversations"][:4]
+    wanted[5] |= {"finish_reasons": wanted[5]["finish_reasons"][:2], "unanswered": 1}
+    assert read(config(fake).output) == wanted
+    assert [line["id"] for line in read(tmp_path / "out.jsonl.rejected")] == ["r5"]
+
+
 def test_requests_that_all_servers_refuse(start, config, tmp_path, monkeypatch):
     """It is not the conversations then: the run stops early, with the server's own words."""
     monkeypatch.setattr(pool, "_REFUSALS", 5)
@@ -368,7 +382,7 @@ def test_a_server_that_begins_to_refuse_everything(start, config, tmp_path, monk
     fake = start()
     fake.fault = lambda number, body: 400 if number > 10 else None
     write(tmp_path / "in.jsonl", SINGLE)
-    with pytest.raises(UserError, match="no server has answered.*refused by the server: 400"):
+    with pytest.raises(UserError, match=r"no server has answered.*refused by the server: 400"):
         regenerate(config(fake, concurrency=1))
     assert len(read(tmp_path / "out.jsonl.partial")) == 1 + 11 + 4
     fake.fault = lambda number, body: None
@@ -398,7 +412,7 @@ def test_a_conversation_that_looks_like_a_wrong_server(status, start, config, tm
     for fake in fakes:
         fake.fault = lambda number, body: status if first_asked(body) == "question 3.0" else None
     write(tmp_path / "in.jsonl", SINGLE[:21])
-    with pytest.raises(UserError, match="^1 conversations failed for reasons that may pass"):
+    with pytest.raises(UserError, match=r"^1 conversations failed for reasons that may pass"):
         regenerate(config(*fakes))
     regenerate(config(*fakes))
     assert read(config(*fakes).output) == answered(SINGLE[:3] + SINGLE[4:21])
