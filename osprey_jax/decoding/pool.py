@@ -24,9 +24,10 @@ from osprey_jax.decoding.endpoint import Answer, Card, Endpoint, Fault, Refused,
 from osprey_jax.decoding.sink import Sink
 
 _FAULTS_IN_A_ROW = 3  # after which a server is out
-_REFUSALS_IN_A_ROW = 5  # likewise, or 1 of a server that never answered, where anything was answered so far
+_REFUSALS_IN_A_ROW = 5  # likewise, where anything was answered so far
 _MISSED = 3  # times that a silent server does not tell its model, after which it is out
 _TRIES = 8  # of a turn
+_SHORT = 8  # tokens of an answer that shows that a server can; fewer may be no text, where a parser takes `<think>`
 _REFUSALS = 50  # and no answer: it is the requests, not the conversations
 
 
@@ -48,7 +49,7 @@ class _Server:
         self.is_out.set()
         self.load = _Load()
         self.faults = self.refusals = 0  # since its last answer
-        self.answered = False  # anything so far
+        self.allowed = 1  # refusals in a row; more once it answered, and when it was taken out for them in error
         self.signs = 0  # answers and refusals, by which it shows that it does something
         self.heard = time.monotonic()  # when it gave the last
         self.delay = endpoint.FIRST_DELAY_S
@@ -86,7 +87,7 @@ class Pool:
         self._waiting: list[_Waiting] = []  # in the order in which they get places
         self._none_since: float | None = time.monotonic()  # that no server is in
         self._answers = self._refusals = 0
-        self._short = self._body(Question([{"role": "user", "content": "Hi"}], [], 1, 0, 0))  # what tries a server
+        self._short = self._body(Question([{"role": "user", "content": "Hi"}], [], _SHORT, 0, 0))  # what tries a server
 
     async def answer(self, dialogues: list[Dialogue], sink: Sink) -> None:
         number = min(len(dialogues), len(self._servers) * self._config.concurrency)
@@ -146,7 +147,7 @@ class Pool:
             try:
                 answer = await self._request(server, load, body)
                 self._answers += 1
-                self._short = body | {"max_tokens": 1}
+                self._short = body | {"max_tokens": min(body["max_tokens"], _SHORT)}
                 self._worked(server)
                 self._compare(question, answer, server)
                 return answer, server
@@ -241,7 +242,7 @@ class Pool:
 
     def _worked(self, server: _Server) -> None:
         server.faults = server.refusals = 0
-        server.answered = True
+        server.allowed = max(server.allowed, _REFUSALS_IN_A_ROW)
         server.signs += 1
         server.heard = time.monotonic()
         if server.state != "in":
@@ -254,7 +255,8 @@ class Pool:
         server.refusals += 1
         server.signs += 1
         server.heard = time.monotonic()
-        if self._answers and server.refusals >= (_REFUSALS_IN_A_ROW if server.answered else 1):
+        if self._answers and server.refusals >= server.allowed:
+            server.allowed *= 2  # which counts if it is in again
             self._leave(server, str(refused))
 
     def _enter(self, server: _Server) -> None:
@@ -314,7 +316,7 @@ class Pool:
                 return str(refused)
         except Fault as fault:
             return str(fault)
-        server.answered = True
+        server.allowed = max(server.allowed, _REFUSALS_IN_A_ROW)
         server.signs += 1
         return None
 
@@ -327,7 +329,7 @@ class Pool:
             silent = load.busy and time.monotonic() - server.heard > endpoint.SILENCE_S
             card = await server.endpoint.card_or_fault() if silent else None
             missed = missed + 1 if isinstance(card, Fault) else 0
-            if missed == _MISSED and load is server.load:
+            if missed >= _MISSED and load is server.load:
                 self._leave(server, str(card))
                 for limit in list(load.limits):
                     limit.reschedule(0)

@@ -372,7 +372,7 @@ def test_a_server_that_refuses_everything(faster, start, config, tmp_path):
     regenerate(config(wrong, sound))
     assert read(config(sound).output) == answered(SINGLE)
     assert not (tmp_path / "out.jsonl.rejected").exists()
-    asked = sum(body["max_tokens"] > 1 for body in wrong.bodies)
+    asked = sum(body["max_tokens"] == 16 for body in wrong.bodies)
     assert asked <= 5 + 3
 
 
@@ -388,6 +388,18 @@ def test_a_server_that_begins_to_refuse_everything(start, config, tmp_path, monk
     fake.fault = lambda number, body: None
     regenerate(config(fake))
     assert read(config(fake).output) == answered(SINGLE)
+
+
+def test_many_refused_conversations_in_a_row(start, config, tmp_path):
+    """The server is tried, answers, and is then believed more often: it is out a few times, not every five."""
+    fake = start()
+    fake.fault = lambda number, body: 400 if int(first_asked(body)[9:-2]) > 10 else None
+    records = [{"id": f"r{i}", "conversations": [{"role": "user", "content": f"question {i}.0"}]} for i in range(300)]
+    write(tmp_path / "in.jsonl", records)
+    regenerate(config(fake))
+    assert read(config(fake).output) == answered(records[:11])
+    assert len(read(tmp_path / "out.jsonl.rejected")) == 289
+    assert 2 < fake.probes < 10
 
 
 def test_a_refused_conversation_is_asked_of_all(start, config, tmp_path):
