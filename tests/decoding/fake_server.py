@@ -68,6 +68,7 @@ class FakeServer:
         self.answer: Callable[[dict], dict] = echo
         self.fault: Callable[[int, dict], str | int | None] = lambda number, body: None
         self.delay = 0.0  # of an answer, in seconds
+        self.probe_delay = 0.0  # of telling its model
         self.gone = False  # without a word, also when asked for its model
         self.bodies: list[dict] = []
         self.most = self._now = 0
@@ -150,6 +151,7 @@ class _Handler(BaseHTTPRequestHandler):
         fake.probes += 1
         if fake.gone:
             return self._fault_hang(None)
+        time.sleep(fake.probe_delay)
         card = {"id": fake.model} | ({} if fake.context is None else {"max_model_len": fake.context})
         self._send(200, json.dumps({"data": [card]}).encode())
 

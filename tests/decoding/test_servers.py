@@ -376,6 +376,32 @@ def test_a_server_that_refuses_everything(faster, start, config, tmp_path):
     assert asked <= 5 + 3
 
 
+def test_a_wrong_server_that_is_there_first(start, config, tmp_path):
+    """Is not believed before the other was asked for its model."""
+    wrong, sound = start(), start()
+    wrong.fault = lambda number, body: 400
+    sound.probe_delay = 0.2
+    regenerate(config(wrong, sound))
+    assert read(config(sound).output) == answered()
+
+
+def test_a_wrong_server_that_is_alone_for_a_while(start, config, tmp_path):
+    """It never answered what others did: nothing is refused because of it while they are gone."""
+    wrong, sound = start(), start()
+    wrong.fault = lambda number, body: time.sleep(0.1) or 400
+    sound.delay = 0.02
+
+    def restart():
+        sound.stop()
+        time.sleep(0.4)
+        sound.start()
+
+    sound.fault = lambda number, body: threading.Thread(target=restart).start() if number == 8 else None
+    write(tmp_path / "in.jsonl", SINGLE[:20])
+    regenerate(config(wrong, sound, concurrency=1))
+    assert read(config(sound).output) == answered(SINGLE[:20])
+
+
 def test_a_server_that_begins_to_refuse_everything(start, config, tmp_path, monkeypatch):
     """With no other beside it, it loses a few conversations, not all that are left."""
     monkeypatch.setattr(endpoint, "PATIENCE_S", 0.3)
