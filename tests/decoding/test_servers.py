@@ -133,18 +133,19 @@ def test_what_a_server_had_does_not_keep_it_out(start, config):
 
 def test_a_dead_server_is_taken_out_and_taken_back(start, config, capsys):
     """Its conversations go to the other; it is asked again until it answers, and then has its share."""
-    dying, other = start(), start()
+    dying, other, back = start(), start(), threading.Event()
     other.delay = 0.03
 
     def restart():
         dying.stop()
         time.sleep(0.2)
+        back.set()
         dying.start()
 
     def fault(number, body):
         if number == 2:
             threading.Thread(target=restart).start()
-            return "reset"
+        return "reset" if number >= 2 and not back.is_set() else None
 
     dying.fault = fault
     records = [{"id": str(i), "conversations": RECORDS[2]["conversations"]} for i in range(60)]
