@@ -99,6 +99,14 @@ def test_every_record_is_accounted_for():
     assert [row.ids for row in made.rows] == [[RECORDS[0]["id"]], ["long"]] and len(made.rows[1].token_ids) == 400
 
 
+def test_a_record_that_fills_a_row_is_not_cut():
+    """One token less is a cut."""
+    (whole,) = conversations(block(RECORDS[:1])).lengths
+    assert not conversations(block(RECORDS[:1]), length=whole).cut
+    (cut,) = conversations(block(RECORDS[:1]), length=whole - 1).cut
+    assert cut.reason == f"cut at {whole - 1} of {whole} tokens"
+
+
 # ---- text
 
 
