@@ -59,8 +59,10 @@ def interrupted(config, fake, requests):
         return answer(body)
 
     fake.answer = stop_at
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)  # a job in the background ignores it
     with pytest.raises(KeyboardInterrupt):
         regenerate(config)
+    signal.signal(signal.SIGINT, before)
     fake.answer = answer
     fake.bodies.clear()
     return {line["id"] for line in read(partial(config))[1:]}
