@@ -163,6 +163,7 @@ def test_a_document_in_two_blocks_has_one_end(text, make_tokenizer):
     pieces = [Block("a.txt", 1, [b"ab\n"], ends=False), Block("a.txt", 2, [b"cd"], ends=True)]
     made = text(pieces, 100)
     assert make_tokenizer().decode(made.rows[0].token_ids) == "ab\ncd</s>"
+    assert len(made.lengths) == 1 and made.rows[0].segment_lengths == [len(made.rows[0].token_ids)]
 
 
 def test_rejected_text(text):
