@@ -75,6 +75,14 @@ def test_report(tmp_path, small_blocks):
     assert [line["where"] for line in rejected(rows)] == [f"{tmp_path / 'a.jsonl'}:{n}" for n in (8, 28, 48)]
 
 
+def test_cut_records_are_listed(tmp_path):
+    """Beside those that are dropped, with how much was lost."""
+    rows = prepare([str(write(tmp_path / "a.jsonl", 12))], recipe(length=150), tmp_path / "cache", 1)
+    reasons = [line["reason"] for line in rejected(rows)]
+    assert rows.report.cut == sum(reason.startswith("cut at 150 of ") for reason in reasons) > 0
+    assert len(reasons) == rows.report.cut + sum(rows.report.dropped.values())
+
+
 def test_processes_change_nothing(tmp_path, small_blocks):
     """One, two or three processes: the same rows in the same order, the same report, the same rejections."""
     pattern = [str(write(tmp_path / "a.jsonl", 100))]
@@ -366,6 +374,16 @@ def test_rows_outlive_their_directory(tmp_path, small_blocks):
     before, unread = content(rows), Rows(rows.directory)
     shutil.rmtree(rows.directory)
     assert content(unread) == before
+
+
+@pytest.mark.parametrize("processes", [1, 2])
+def test_a_tokenizer_that_cannot_be_used(tmp_path, small_blocks, make_tokenizer, processes):
+    """It is the same one line where only the working processes read it."""
+    make_tokenizer(eos_token=None).save_pretrained(tmp_path / "tokenizer")
+    path = tmp_path / "a.jsonl"
+    path.write_text('{"text": "a"}\n' * 1000)
+    with pytest.raises(UserError, match="eos_token"):
+        prepare([str(path)], TextRecipe(tmp_path / "tokenizer", 8), tmp_path / "cache", processes)
 
 
 def test_an_error_of_a_worker_is_the_same_one_line(tmp_path, small_blocks):
