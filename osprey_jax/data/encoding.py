@@ -3,8 +3,8 @@
 import bisect
 import dataclasses
 import datetime
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, TypeVar
 
 import numpy as np
 import tokenizers
@@ -18,6 +18,8 @@ from osprey_jax.data.spans import SpanFinder
 
 _TODAY = datetime.date(2025, 1, 1)  # for templates that write the date: rows must not depend on the day they are made
 _BATCH_CHARACTERS = 1 << 21  # tokenized at one time: more is faster, but an encoding takes some hundred bytes a token
+
+_Item = TypeVar("_Item")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -62,7 +64,9 @@ class ConversationEncoder:
         Raises:
           UserError: a turn cannot be located reliably in a rendering, which the message shows.
         """
-        return [result for batch in _batches(map(self._locate, records)) for result in self._encode_batch(batch)]
+        located = map(self._locate, records)
+        batches = by_characters(located, lambda item: len(item.text) if isinstance(item, _Located) else 0)
+        return [result for batch in batches for result in self._encode_batch(batch)]
 
     def _locate(self, record: Record) -> "_Located | Rejection":
         if not any(message["role"] == "assistant" for message in record.messages):
@@ -129,13 +133,14 @@ class _Located:
     spans: list[tuple[int, int]]
 
 
-def _batches(items: Iterator[_Located | Rejection]) -> Iterator[list[_Located | Rejection]]:
-    batch: list[_Located | Rejection] = []
-    characters = 0
+def by_characters(items: Iterable[_Item], characters: Callable[[_Item], int]) -> Iterator[list[_Item]]:
+    """The items in order, so many at a time that the tokenizer gets them at one time."""
+    batch: list[_Item] = []
+    total = 0
     for item in items:
         batch.append(item)
-        characters += len(item.text) if isinstance(item, _Located) else 0
-        if characters >= _BATCH_CHARACTERS:
+        total += characters(item)
+        if total >= _BATCH_CHARACTERS:
             yield batch
-            batch, characters = [], 0
+            batch, total = [], 0
     yield batch

@@ -8,7 +8,7 @@ import dataclasses
 import hashlib
 import importlib.metadata
 import itertools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -16,15 +16,12 @@ import numpy as np
 
 from osprey_jax.command import UserError
 from osprey_jax.data.conversations import block_records, check_kind
-from osprey_jax.data.encoding import ConversationEncoder, exact_tokenizer
+from osprey_jax.data.encoding import ConversationEncoder, by_characters, exact_tokenizer
 from osprey_jax.data.packing import best_fit
 from osprey_jax.data.records import Block, Rejection, kind_of
 from osprey_jax.data.rows import Row
-from osprey_jax.data.text import Document, block_documents
+from osprey_jax.data.text import block_documents
 from osprey_jax.data.tokenizer import TOKENIZER_FILES, load_tokenizer, rows_needed
-
-_BATCH = 256  # records handled at one time
-_BATCH_CHARACTERS = 2**21  # of text tokenized at one time
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +73,10 @@ class ConversationRecipe:
 
         def rows(blocks: list[Block]) -> BlockRows:
             used, rejections, cut = [], [], []
-            for item in _encoded(encoder, itertools.chain.from_iterable(map(block_records, blocks))):
+            records = list(itertools.chain.from_iterable(map(block_records, blocks)))
+            encoded = iter(encoder.encode([record for record in records if not isinstance(record, Rejection)]))
+            for record in records:
+                item = record if isinstance(record, Rejection) else next(encoded)
                 if isinstance(item, Rejection):
                     rejections.append(item)
                     continue
@@ -128,7 +128,7 @@ class TextRecipe:
             for item in itertools.chain.from_iterable(map(block_documents, blocks)):
                 (rejections if isinstance(item, Rejection) else documents).append(item)
             names, tokens, goes_on = [], [], False
-            for batch in _by_characters(documents):
+            for batch in by_characters(documents, lambda document: len(document.text)):
                 encoded = encoder.encode_batch([document.text for document in batch], add_special_tokens=False)
                 for document, encoding in zip(batch, encoded, strict=True):
                     ids = np.array([*encoding.ids, eos] if document.ends else encoding.ids, np.int32)
@@ -152,30 +152,6 @@ def _facts(recipe: ConversationRecipe | TextRecipe) -> dict[str, Any]:
     versions = {name: importlib.metadata.version(name) for name in ("jinja2", "tokenizers", "transformers")}
     options = dataclasses.asdict(recipe) | {"tokenizer": files}
     return {"recipe": type(recipe).__name__, "versions": versions} | options
-
-
-def _encoded(encoder: ConversationEncoder, records: Iterable) -> Iterator:
-    """Each record's tokens, or why it is not used, in order."""
-    for batch in _batches(records):
-        encoded = iter(encoder.encode([item for item in batch if not isinstance(item, Rejection)]))
-        yield from (item if isinstance(item, Rejection) else next(encoded) for item in batch)
-
-
-def _batches(items: Iterable) -> Iterator[list]:
-    items = iter(items)
-    while batch := list(itertools.islice(items, _BATCH)):
-        yield batch
-
-
-def _by_characters(documents: list[Document]) -> Iterator[list[Document]]:
-    batch, characters = [], 0
-    for document in documents:
-        batch.append(document)
-        characters += len(document.text)
-        if characters >= _BATCH_CHARACTERS:
-            yield batch
-            batch, characters = [], 0
-    yield batch
 
 
 def _full_rows(names: list[str], tokens: list[np.ndarray], length: int) -> Iterator[Row]:

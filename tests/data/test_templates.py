@@ -157,14 +157,15 @@ def real(package: str):
     return load_tokenizer(real_tokenizer(package))
 
 
+# MiniMax's is in no package.
+PACKAGES = {"qwen3": "qwen3", "gpt_oss": "gptoss", "deepseek_r1": "deepseek_v3", "deepseek_v3_1": "deepseek_v3"}
+
+
 @pytest.mark.network
-@pytest.mark.parametrize(("name", "messages", "expected"), EXPECTED, ids=NAMES)
+@pytest.mark.parametrize(("name", "messages", "expected"), [case for case in EXPECTED if case[0] in PACKAGES])
 def test_released_template_and_tokenizer(name, messages, expected):
-    """The same on the model's own tokenizer, where it can be had."""
-    packages = {"qwen3": "qwen3", "gpt_oss": "gptoss", "deepseek_r1": "deepseek_v3", "deepseek_v3_1": "deepseek_v3"}
-    if name not in packages:
-        pytest.skip("no package has this tokenizer")
-    tokenizer = real(packages[name])
+    """The same on the model's own tokenizer."""
+    tokenizer = real(PACKAGES[name])
     tokenizer.chat_template = (TEMPLATES / f"{name}.jinja").read_text()
     assert supervised(tokenizer, messages) == expected
 
