@@ -374,7 +374,7 @@ def test_a_server_that_refuses_everything(faster, start, config, tmp_path):
     assert read(config(sound).output) == answered(SINGLE)
     assert not (tmp_path / "out.jsonl.rejected").exists()
     asked = sum(body["max_tokens"] == 16 for body in wrong.bodies)
-    assert asked <= 5 + 3
+    assert asked <= 6 + 3  # each of six workers before the first answer, and what it has when it is taken out
 
 
 def test_a_wrong_server_that_is_there_first(start, config, tmp_path):
