@@ -1,4 +1,4 @@
-"""Small random models, with strongly non-uniform norms so that a missing or doubled norm shows."""
+"""Small random models, with strongly non-uniform norms so that a missing or doubled norm shows; servers."""
 
 import types
 
@@ -8,10 +8,13 @@ import numpy as np
 import pytest
 from flax import nnx
 
+from osprey_jax.config import RegenerateConfig
+from osprey_jax.decoding import endpoint
 from osprey_jax.models.causal_lm import CausalLM
 from osprey_jax.models.drafter import Drafter, DrafterConfig, VocabularyMap
 from osprey_jax.models.hf import abstract_causal_lm, abstract_drafter
 from osprey_jax.models.transformer import TransformerConfig
+from tests.decoding.fake_server import RECORDS, TARGET, FakeServer, write
 
 
 def transformer(**changes) -> TransformerConfig:
@@ -113,3 +116,45 @@ def prompts(lengths, vocab_size=11, seed=0) -> list[list[int]]:
 def make():
     """The builders above."""
     return types.SimpleNamespace(target=target, drafter=drafter, alike=alike, causal=causal, prompts=prompts)
+
+
+@pytest.fixture
+def fast(monkeypatch):
+    """Short waits."""
+    monkeypatch.setattr(endpoint, "FIRST_DELAY_S", 0.01)
+    monkeypatch.setattr(endpoint, "LONGEST_DELAY_S", 0.05)
+    monkeypatch.setattr(endpoint, "PATIENCE_S", 2.0)
+
+
+@pytest.fixture
+def start(fast):
+    """`start(...) -> FakeServer`, stopped after the test."""
+    started = []
+
+    def make(*arguments, **options):
+        started.append(FakeServer(*arguments, **options))
+        return started[-1]
+
+    yield make
+    for server in started:
+        server.stop()
+
+
+@pytest.fixture
+def config(tmp_path):
+    """`config(server, ...) -> RegenerateConfig`, whose input is `RECORDS`."""
+    write(tmp_path / "in.jsonl", RECORDS)
+
+    def make(*fakes, **changes):
+        values = {
+            "target": TARGET,
+            "servers": [fake.url for fake in fakes],
+            "input": [str(tmp_path / "in.jsonl")],
+            "output": tmp_path / "out.jsonl",
+            "max_new_tokens": 16,
+            "concurrency": 3,
+            "timeout": 5.0,
+        }
+        return RegenerateConfig(**values | changes)
+
+    return make

@@ -15,6 +15,8 @@ from collections.abc import Callable
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
+TARGET = Path(__file__).parents[1] / "golden/qwen3/target"  # whose tokenizer and template tests ask with
+
 
 def echo(body: dict) -> dict:
     """A message that tells which history it answers, its finish reason, and how many tokens it has."""
@@ -29,6 +31,7 @@ RECORDS = [
     {"id": f"r{i}", "conversations": [{"role": "user", "content": f"question {i}.{turn}"} for turn in range(1 + i % 3)]}
     for i in range(12)
 ]
+SINGLE = [{"id": f"r{i}", "conversations": [{"role": "user", "content": f"question {i}.0"}]} for i in range(60)]
 
 
 def write(path: Path, records: list[dict]) -> None:
