@@ -13,16 +13,16 @@ import itertools
 import json
 import os
 import tempfile
-import time
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
 from multiprocessing import get_context
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import tqdm
 
-from osprey_jax.command import UserError, run
+from osprey_jax.benchmark.timing import Seconds, alternate, confine, cores, speedup
+from osprey_jax.command import UserError
 from osprey_jax.config import TrainConfig, config_parser, load_config
 from osprey_jax.data.conversations import block_records
 from osprey_jax.data.preparation import BLOCK_BYTES, prepare
@@ -34,13 +34,13 @@ from osprey_jax.data.tokenizer import load_tokenizer
 from osprey_jax.reports.tables import console_table
 
 _BATCH = 1024  # texts that the tokenizer gets at one time
-HEADER = ("processes", "tokens/s prepared", "tokens/s of the tokenizer alone", "ratio", "ratio by CPU time")
+HEADER = ("processes", "tokens/s, prepared / tokenizer alone", "by CPU time")
 
 
 def measure(
     patterns: list[str], recipe: Recipe, sample_bytes: int, repeats: int, counts: list[int] | None = None
-) -> list[tuple[int, int, int, float, float]]:
-    """A row of `HEADER` for each number of processes: of `repeats` pairs the one with the median ratio.
+) -> list[tuple[int, float, float]]:
+    """A row of `HEADER` for each number of processes, from `repeats` pairs.
 
     Args:
       sample_bytes: of the data, for each process; data that has less is repeated.
@@ -49,29 +49,29 @@ def measure(
     Raises:
       UserError: as `prepare`.
     """
-    paths, cores = find_files(patterns), _cores()
-    counts = counts or [*itertools.takewhile(lambda n: n < len(cores), (2**i for i in itertools.count())), len(cores)]
+    paths, usable = find_files(patterns), cores()
+    counts = counts or [*itertools.takewhile(lambda n: n < len(usable), (2**i for i in itertools.count())), len(usable)]
     rows = []
     with (
         tempfile.TemporaryDirectory() as directory,
         tqdm.tqdm(total=len(counts) * repeats, desc="measure", unit=" pairs", disable=None) as bar,
     ):
         for count in counts:
-            sample, pairs = Path(directory) / "sample.jsonl", []
+            sample = Path(directory) / "sample.jsonl"
             _write_sample(paths, sample, sample_bytes * count)
+
+            def prepared(count=count, sample=sample) -> Seconds:
+                return _apart(usable[:count], 1, _prepare, recipe, sample, count)
+
+            def alone(count=count, sample=sample) -> Seconds:
+                return _apart(usable[:count], count, _encode, recipe, sample)[1]
+
+            pairs = []
             for _ in range(repeats):
-                tokens, alone = _apart(cores[:count], count, _encode, recipe, sample)
-                taken = _apart(cores[:count], 1, _prepare, recipe, sample, count)
-                speeds = round(tokens / taken.wall), round(tokens / alone.wall)
-                pairs.append((count, *speeds, alone.wall / taken.wall, alone.cpu / taken.cpu))
+                pairs += alternate(prepared, alone, 1)
                 bar.update()
-            rows.append(sorted(pairs, key=lambda pair: pair[3])[(repeats - 1) // 2])
+            rows.append((count, *speedup(pairs)))
     return rows
-
-
-def _cores() -> list[int]:
-    """Those that this process may use."""
-    return sorted(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else list(range(os.cpu_count() or 1))
 
 
 def _write_sample(paths: list[Path], sample: Path, size: int) -> None:
@@ -93,42 +93,29 @@ def _write_sample(paths: list[Path], sample: Path, size: int) -> None:
 # ---- in a process of its own
 
 
-def _apart(cores: list[int], threads: int, function: Callable, *arguments: Any) -> Any:
-    """`function(*arguments)` in a new process on `cores`, its tokenizer with that many threads."""
-    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_confine, initargs=(cores, threads)) as pool:
+def _apart(to: list[int], threads: int, function: Callable, *arguments: Any) -> Any:
+    """`function(*arguments)` in a new process on the cores `to`, its tokenizer with that many threads."""
+    with ProcessPoolExecutor(1, get_context("spawn"), initializer=_confine, initargs=(to, threads)) as pool:
         return pool.submit(function, *arguments).result()
 
 
-def _confine(cores: list[int], threads: int) -> None:
-    if hasattr(os, "sched_setaffinity"):
-        os.sched_setaffinity(0, cores)
+def _confine(to: list[int], threads: int) -> None:
+    confine(to)
     os.environ |= {"RAYON_NUM_THREADS": str(threads), "TOKENIZERS_PARALLELISM": str(threads > 1).lower()}
 
 
-class _Seconds(NamedTuple):
-    wall: float
-    cpu: float  # of all threads and finished children
-
-    @classmethod
-    def now(cls) -> "_Seconds":
-        return cls(time.perf_counter(), sum(os.times()[:4]))
-
-    def __sub__(self, start: "_Seconds") -> "_Seconds":
-        return _Seconds(self.wall - start.wall, self.cpu - start.cpu)
-
-
-def _encode(recipe: Recipe, sample: Path) -> tuple[int, _Seconds]:
+def _encode(recipe: Recipe, sample: Path) -> tuple[int, Seconds]:
     """(tokens of all texts, what the tokenizer took for them)."""
     tokenizer = load_tokenizer(recipe.tokenizer)
     tokens, wall, cpu, texts = 0, 0.0, 0.0, _texts(recipe, sample, tokenizer)
     while batch := list(itertools.islice(texts, _BATCH)):
-        start = _Seconds.now()
+        start = Seconds.now()
         encodings = tokenizer.backend_tokenizer.encode_batch(batch, add_special_tokens=False)
-        taken = _Seconds.now() - start
+        taken = Seconds.now() - start
         wall, cpu, tokens = wall + taken.wall, cpu + taken.cpu, tokens + sum(map(len, encodings))
     if not tokens:
         raise UserError("data.train: no usable record")
-    return tokens, _Seconds(wall, cpu)
+    return tokens, Seconds(wall, cpu)
 
 
 def _texts(recipe: Recipe, sample: Path, tokenizer) -> Iterator[str]:
@@ -145,11 +132,11 @@ def _texts(recipe: Recipe, sample: Path, tokenizer) -> Iterator[str]:
                 yield template.render(record.messages, tools=record.tools)
 
 
-def _prepare(recipe: Recipe, sample: Path, processes: int) -> _Seconds:
+def _prepare(recipe: Recipe, sample: Path, processes: int) -> Seconds:
     with tempfile.TemporaryDirectory(dir=sample.parent) as cache:
-        start = _Seconds.now()
+        start = Seconds.now()
         prepare([str(sample)], recipe, Path(cache), processes)
-        return _Seconds.now() - start
+        return Seconds.now() - start
 
 
 def _positive(text: str) -> float:
@@ -158,20 +145,16 @@ def _positive(text: str) -> float:
     return number
 
 
-def main() -> None:
-    parser = config_parser("osprey_jax.benchmark.preparation", __doc__)
+def main(argv: list[str]) -> None:
+    parser = config_parser("osprey_jax.benchmark preparation", __doc__)
     parser.add_argument(
         "--megabytes", type=_positive, default=64, help="of data for each process, repeated if need be (default: 64)"
     )
     parser.add_argument("--repeats", type=int, choices=range(1, 100), default=1, metavar="N", help="pairs (default: 1)")
-    arguments = parser.parse_args()
+    arguments = parser.parse_args(argv)
     config = load_config(arguments.config, arguments.overrides, TrainConfig)
     # Here, since the processes import this module too, and have no need of JAX.
     from osprey_jax.training.stages import recipe
 
     sample_bytes = int(arguments.megabytes * 2**20)
     print(console_table(HEADER, measure(config.data.train, recipe(config), sample_bytes, arguments.repeats)))
-
-
-if __name__ == "__main__":
-    run(main)
