@@ -1,59 +1,98 @@
-"""Causal self-attention over whole rows: the target's and the backbone's.
+"""Causal flash attention within segments, forward and backward, and the choice of its kernel.
 
-Axes: B batch, S sequence, Q queries of a block, N query heads, G key/value heads, h head size.
+Two kernels: `xla` runs anywhere, `mosaic` is tokamax's for recent NVIDIA GPUs.
+
+Axes: B batch, S sequence, N query heads, G key/value heads, h head size.
 """
 
 from collections.abc import Callable
-from typing import Any
+from functools import partial
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 
+from osprey_jax.kernels import blockwise
+from osprey_jax.kernels.precision import exact_products
+
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 """What a model's attention layers call: (q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, memory) -> (out_BxSxNxh, memory)."""
 
-QUERY_BLOCK = 256  # queries whose scores exist at one time: (B, N, Q, S), computed again in the backward pass
+Kernel = Literal["xla", "mosaic"]
 
 
-def attend_rows(segment_ids_BxS: jax.Array) -> Attend:
-    """An `Attend` that keeps no memory; rows may hold several segments and padding (segment 0)."""
-
-    def attend(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, memory):
-        def block(q_BxQxNxh, mask_BxQxS):
-            return jax.nn.dot_product_attention(q_BxQxNxh, k_BxSxGxh, v_BxSxGxh, mask=mask_BxQxS[:, None])
-
-        return by_query_blocks(block, q_BxSxNxh, segment_ids_BxS), memory
-
-    return attend
+def segment_starts(segment_ids_BxS: jax.Array) -> jax.Array:
+    """First position of the run of equal ids that a position lies in, int32 (B, S). Padding is a run like any other."""
+    index_S = jnp.arange(segment_ids_BxS.shape[1], dtype=jnp.int32)
+    changes_BxS = segment_ids_BxS[:, 1:] != segment_ids_BxS[:, :-1]
+    first_BxS = jnp.pad(changes_BxS, ((0, 0), (1, 0)))
+    return jax.lax.cummax(jnp.where(first_BxS, index_S, 0), axis=1)
 
 
-def by_query_blocks(
-    block: Callable[..., jax.Array], queries: Any, segment_ids_BxS: jax.Array, size: int = QUERY_BLOCK
-) -> jax.Array:
-    """`block(queries, mask_BxQxS)` for all queries (B, S, ...), `size` of them at a time: memory linear in S.
-
-    Args:
-      queries: an array or a pytree of arrays (B, S, ...), everything that belongs to a query.
+@partial(jax.jit, static_argnames="kernel")
+def flash_forward(
+    q_BxSxNxh: jax.Array, k_BxSxGxh: jax.Array, v_BxSxGxh: jax.Array, start_BxS: jax.Array, *, kernel: Kernel
+) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
+    """Softmax attention of each position i over start[i] <= j <= i, logits scaled by h**-0.5.
 
     Returns:
-      What `block` returns, (B, S, ...). Its mask says which keys a query sees: itself and what precedes it in its
-      segment.
+      (out_BxSxNxh in q's dtype, (max_BxNxS, sum_BxNxS)): the softmax's maximum and sum of exponentials, float32.
     """
-    B, S = segment_ids_BxS.shape
-    keys_S = jnp.arange(S)
+    if kernel == "mosaic":
+        from osprey_jax.kernels import mosaic
 
-    def masked(queries, index_BxQ, segment_BxQ):
-        mask_BxQxS = (keys_S <= index_BxQ[..., None]) & (segment_ids_BxS[:, None] == segment_BxQ[..., None])
-        return block(queries, mask_BxQxS)
+        return mosaic.forward(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, start_BxS)
+    with exact_products(q_BxSxNxh.dtype):
+        return blockwise.forward(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, start_BxS)
 
-    inputs = (queries, jnp.broadcast_to(keys_S, (B, S)), segment_ids_BxS)
-    if size >= S:
-        return masked(*inputs)
-    blocks = -(-S // size)
 
-    def split(x):
-        x = jnp.pad(x, [(0, 0), (0, blocks * size - S)] + [(0, 0)] * (x.ndim - 2))
-        return jnp.moveaxis(x.reshape(B, blocks, size, *x.shape[2:]), 1, 0)
+@partial(jax.jit, static_argnames="kernel")
+def flash_backward(
+    q_BxSxNxh: jax.Array,
+    k_BxSxGxh: jax.Array,
+    v_BxSxGxh: jax.Array,
+    start_BxS: jax.Array,
+    out_BxSxNxh: jax.Array,
+    residuals: tuple[jax.Array, jax.Array],
+    dout_BxSxNxh: jax.Array,
+    *,
+    kernel: Kernel,
+) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Gradients of q, k, v in their dtypes.
 
-    out = jax.lax.map(lambda inputs: jax.checkpoint(masked)(*inputs), jax.tree.map(split, inputs))
-    return jnp.moveaxis(out, 0, 1).reshape(B, blocks * size, *out.shape[3:])[:, :S]
+    `out` and `residuals` may be those of a softmax over more keys than these: the gradients are then these keys' part.
+    """
+    arguments = (q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, start_BxS, out_BxSxNxh, residuals, dout_BxSxNxh)
+    if kernel == "mosaic":
+        from osprey_jax.kernels import mosaic
+
+        return mosaic.backward(*arguments)
+    with exact_products(q_BxSxNxh.dtype):
+        return blockwise.backward(*arguments)
+
+
+@partial(jax.custom_vjp, nondiff_argnums=(4,))
+def _flash(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, start_BxS, kernel: Kernel) -> jax.Array:
+    return flash_forward(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, start_BxS, kernel=kernel)[0]
+
+
+def _flash_forward(q, k, v, start, kernel):
+    out, residuals = flash_forward(q, k, v, start, kernel=kernel)
+    return out, (q, k, v, start, out, residuals)
+
+
+def _flash_backward(kernel, saved, dout):
+    return *flash_backward(*saved, dout, kernel=kernel), None
+
+
+_flash.defvjp(_flash_forward, _flash_backward)
+
+
+def attend_rows(segment_ids_BxS: jax.Array, kernel: Kernel = "xla") -> Attend:
+    """An `Attend` that keeps no memory; rows may hold several segments and padding (segment 0)."""
+    start_BxS = segment_starts(segment_ids_BxS)
+
+    def attend(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, memory):
+        return _flash(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, start_BxS, kernel), memory
+
+    return attend

@@ -3,66 +3,114 @@
 Step k at position p sees the keys of step 0 at positions up to p, and one key of each step 1..k at p itself: what a
 chain of k drafted tokens finds in the cache when it is served. Nothing else.
 
-Axes: B batch, S sequence, Q queries of a block, N query heads, G key/value heads, M = N / G, h head size.
+Causal flash attention over the keys of step 0 is merged with the k diagonal logits through the log-sum-exp. The
+gradients are written out: flash kernels ignore the cotangent of their log-sum-exp without an error. With the merged
+output and residuals, the flash kernel's backward pass gives exactly the part of the step-0 keys.
+
+Axes: B batch, S sequence, N query heads, G key/value heads, M = N / G, h head size.
 """
+
+from functools import partial
 
 import jax
 import jax.numpy as jnp
 
-from osprey_jax.kernels.attention import QUERY_BLOCK, Attend, by_query_blocks
+from osprey_jax.kernels.attention import Attend, Kernel, flash_backward, flash_forward, segment_starts
 
-_MASKED = -1e30  # finite: a query of padding that sees no key gives no NaN
+Diagonal = tuple[tuple[jax.Array, jax.Array], ...]
+"""(keys_BxSxGxh, values_BxSxGxh) of each later step."""
 
 
-def attend_unroll(segment_ids_BxS: jax.Array) -> Attend:
+def attend_unroll(segment_ids_BxS: jax.Array, kernel: Kernel = "xla") -> Attend:
     """An `Attend` whose memory, a tuple of (keys, values), grows by one entry a step. Start it with ()."""
+    start_BxS = segment_starts(segment_ids_BxS)
 
     def attend(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, memory):
         memory = (*memory, (k_BxSxGxh, v_BxSxGxh))
         (k0, v0), diagonal = memory[0], memory[1:]
-        return ttt_attention(q_BxSxNxh, k0, v0, diagonal, segment_ids_BxS), memory
+        return ttt_attention(q_BxSxNxh, k0, v0, diagonal, start_BxS, kernel), memory
 
     return attend
 
 
+@partial(jax.custom_vjp, nondiff_argnums=(5,))
 def ttt_attention(
     q_BxSxNxh: jax.Array,
     k0_BxSxGxh: jax.Array,
     v0_BxSxGxh: jax.Array,
-    diagonal: tuple[tuple[jax.Array, jax.Array], ...],
-    segment_ids_BxS: jax.Array,
-    *,
-    query_block: int = QUERY_BLOCK,
+    diagonal: Diagonal,
+    start_BxS: jax.Array,
+    kernel: Kernel,
 ) -> jax.Array:
-    """One softmax over the causal keys of step 0 and the diagonal keys of later steps. Returns (B, S, N, h).
+    """One softmax over the keys of step 0 from `start` on and the diagonal keys of later steps. Returns (B, S, N, h).
 
-    Softmax and sums in float32. `query_block` changes memory, not the result.
+    Softmax and sums in float32, products of matrices in q's dtype.
     """
-    S = q_BxSxNxh.shape[1]
-
-    def block(queries, mask_BxQxS):
-        q_BxQxNxh, diagonal = queries
-        B, Q, N, h = q_BxQxNxh.shape
-        G = k0_BxSxGxh.shape[2]
-        q_BxQxGxMxh = q_BxQxNxh.reshape(B, Q, G, N // G, h)
-        scores = jnp.einsum("bqgmh,bsgh->bqgms", q_BxQxGxMxh, k0_BxSxGxh, preferred_element_type=jnp.float32)
-        scores = jnp.where(mask_BxQxS[:, :, None, None], scores * h**-0.5, _MASKED)
-        # Multiply and reduce: as products of matrices these would be B * Q * G tiny ones.
-        later = [_over_heads(q_BxQxGxMxh, k).sum(axis=-1, keepdims=True) * h**-0.5 for k, _ in diagonal]
-        weights = jax.nn.softmax(jnp.concatenate([scores, *later], axis=-1), axis=-1)
-        out = jnp.einsum(
-            "bqgms,bsgh->bqgmh",
-            weights[..., :S].astype(v0_BxSxGxh.dtype),
-            v0_BxSxGxh,
-            preferred_element_type=jnp.float32,
-        )
-        for i, (_, v) in enumerate(diagonal):
-            out += _over_heads(weights[..., S + i, None], v)
-        return out.reshape(B, Q, N, h).astype(q_BxQxNxh.dtype)
-
-    return by_query_blocks(block, (q_BxSxNxh, diagonal), segment_ids_BxS, query_block)
+    return _forward(q_BxSxNxh, k0_BxSxGxh, v0_BxSxGxh, diagonal, start_BxS, kernel)[0]
 
 
-def _over_heads(x_BxQxGxMxh: jax.Array, y_BxQxGxh: jax.Array) -> jax.Array:
-    """Elementwise product in float32, each key/value head serving its M query heads."""
-    return x_BxQxGxMxh.astype(jnp.float32) * y_BxQxGxh[:, :, :, None].astype(jnp.float32)
+def _forward(q, k0, v0, diagonal, start, kernel):
+    out, (max_BxNxS, sum_BxNxS) = flash_forward(q, k0, v0, start, kernel=kernel)
+    if diagonal:
+        logits_BxSxN = [_dots(q, k) * q.shape[-1] ** -0.5 for k, _ in diagonal]
+        max0_BxSxN, sum0_BxSxN = _swap(max_BxNxS), _swap(sum_BxNxS)
+        max_BxSxN = jnp.max(jnp.stack([max0_BxSxN, *logits_BxSxN]), axis=0)
+        kept_BxSxN = sum0_BxSxN * jnp.exp(max0_BxSxN - max_BxSxN)
+        weights_BxSxN = [jnp.exp(logits - max_BxSxN) for logits in logits_BxSxN]
+        sum_BxSxN = kept_BxSxN + sum(weights_BxSxN)
+        merged = out.astype(jnp.float32) * (kept_BxSxN / sum_BxSxN)[..., None]
+        for weights, (_, v) in zip(weights_BxSxN, diagonal, strict=True):
+            merged += _times(weights / sum_BxSxN, v)
+        out, max_BxNxS, sum_BxNxS = merged.astype(q.dtype), _swap(max_BxSxN), _swap(sum_BxSxN)
+    return out, (q, k0, v0, diagonal, start, out, (max_BxNxS, sum_BxNxS))
+
+
+def _backward(kernel, saved, dout):
+    q, k0, v0, diagonal, start, out, residuals = saved
+    dq, dk0, dv0 = flash_backward(q, k0, v0, start, out, residuals, dout, kernel=kernel)
+    if not diagonal:
+        return dq, dk0, dv0, (), None
+    G, scale = k0.shape[2], q.shape[-1] ** -0.5
+    max_BxSxN, sum_BxSxN = map(_swap, residuals)
+    delta_BxSxN = jnp.sum(out.astype(jnp.float32) * dout.astype(jnp.float32), axis=-1)
+    dq, ddiagonal = dq.astype(jnp.float32), []
+    for k, v in diagonal:
+        weights_BxSxN = jnp.exp(_dots(q, k) * scale - max_BxSxN) / sum_BxSxN
+        dlogits_BxSxN = weights_BxSxN * (_dots(dout, v) - delta_BxSxN) * scale
+        dq += _times(dlogits_BxSxN, k)
+        dk, dv = _over_groups(dlogits_BxSxN, q, G), _over_groups(weights_BxSxN, dout, G)
+        ddiagonal.append((dk.astype(k.dtype), dv.astype(v.dtype)))
+    return dq.astype(q.dtype), dk0, dv0, tuple(ddiagonal), None
+
+
+ttt_attention.defvjp(_forward, _backward)
+
+
+# Multiply and reduce in float32: as products of matrices the diagonals would be B * S * G tiny ones.
+
+
+def _dots(x_BxSxNxh: jax.Array, y_BxSxGxh: jax.Array) -> jax.Array:
+    """Of each query head with its key/value head, (B, S, N)."""
+    B, S, N, h = x_BxSxNxh.shape
+    G = y_BxSxGxh.shape[2]
+    products = x_BxSxNxh.reshape(B, S, G, N // G, h).astype(jnp.float32) * y_BxSxGxh[:, :, :, None].astype(jnp.float32)
+    return products.sum(axis=-1).reshape(B, S, N)
+
+
+def _times(weights_BxSxN: jax.Array, y_BxSxGxh: jax.Array) -> jax.Array:
+    """Each query head's weight times its key/value head, (B, S, N, h)."""
+    B, S, G, h = y_BxSxGxh.shape
+    N = weights_BxSxN.shape[2]
+    return (weights_BxSxN.reshape(B, S, G, N // G, 1) * y_BxSxGxh[:, :, :, None].astype(jnp.float32)).reshape(
+        B, S, N, h
+    )
+
+
+def _over_groups(weights_BxSxN: jax.Array, x_BxSxNxh: jax.Array, G: int) -> jax.Array:
+    """Weighted sums over the query heads of each key/value head, (B, S, G, h)."""
+    B, S, N, h = x_BxSxNxh.shape
+    return (weights_BxSxN[..., None] * x_BxSxNxh.astype(jnp.float32)).reshape(B, S, G, N // G, h).sum(axis=3)
+
+
+def _swap(x: jax.Array) -> jax.Array:
+    return jnp.swapaxes(x, 1, 2)
