@@ -12,13 +12,32 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from osprey_jax.kernels import blockwise
+from osprey_jax.command import UserError
+from osprey_jax.kernels import blockwise, mosaic
 from osprey_jax.kernels.precision import exact_products
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array, Any], tuple[jax.Array, Any]]
 """What a model's attention layers call: (q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, memory) -> (out_BxSxNxh, memory)."""
 
 Kernel = Literal["xla", "mosaic"]
+
+
+def choose_kernel(
+    requested: Literal["auto", "xla", "mosaic"], *, device: jax.Device, dtype: jnp.dtype, head_dim: int
+) -> Kernel:
+    """`auto`: mosaic where it can run. The device may be one that is only compiled for.
+
+    Raises:
+      UserError: mosaic is requested and cannot run.
+    """
+    if requested == "xla":
+        return "xla"
+    unmet = mosaic.unmet(device, dtype, head_dim)
+    if unmet is None:
+        return "mosaic"
+    if requested == "auto":
+        return "xla"
+    raise UserError(f"attention: mosaic needs {unmet}; or set attention: auto or xla")
 
 
 def segment_starts(segment_ids_BxS: jax.Array) -> jax.Array:
@@ -39,8 +58,6 @@ def flash_forward(
       (out_BxSxNxh in q's dtype, (max_BxNxS, sum_BxNxS)): the softmax's maximum and sum of exponentials, float32.
     """
     if kernel == "mosaic":
-        from osprey_jax.kernels import mosaic
-
         return mosaic.forward(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, start_BxS)
     with exact_products(q_BxSxNxh.dtype):
         return blockwise.forward(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, start_BxS)
@@ -64,8 +81,6 @@ def flash_backward(
     """
     arguments = (q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, start_BxS, out_BxSxNxh, residuals, dout_BxSxNxh)
     if kernel == "mosaic":
-        from osprey_jax.kernels import mosaic
-
         return mosaic.backward(*arguments)
     with exact_products(q_BxSxNxh.dtype):
         return blockwise.backward(*arguments)

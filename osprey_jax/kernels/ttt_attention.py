@@ -61,7 +61,11 @@ def _forward(q, k0, v0, diagonal, start, kernel):
         merged = out.astype(jnp.float32) * (kept_BxSxN / sum_BxSxN)[..., None]
         for weights, (_, v) in zip(weights_BxSxN, diagonal, strict=True):
             merged += _times(weights / sum_BxSxN, v)
-        out, max_BxNxS, sum_BxNxS = merged.astype(q.dtype), _swap(max_BxSxN), _swap(sum_BxSxN)
+        out, max_BxNxS, sum_BxNxS = (
+            jax.lax.optimization_barrier(merged.astype(q.dtype)),
+            _swap(max_BxSxN),
+            _swap(sum_BxSxN),
+        )
     return out, (q, k0, v0, diagonal, start, out, (max_BxNxS, sum_BxNxS))
 
 
