@@ -93,7 +93,9 @@ class Run(Section):
     log_every: Positive = 10
     checkpoints: Checkpoints = Checkpoints()
     mesh: Mesh = Mesh()
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # of products; masters and sums are float32
+    attention: Literal["auto", "xla", "mosaic"] = "auto"  # kernel; auto: mosaic (Hopper GPUs, tokamax) where it runs
+    remat: Literal["none", "mlp", "layer"] = "none"  # what the backward pass computes again, to save memory
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -173,6 +175,7 @@ class DistillConfig(Run):
     drafter: DrafterStart
     tap_layers: tuple[int, int, int] | None = None  # blocks of the target, 0-based; None: the drafter's, else default
     ttt: TTT = TTT()
+    remat: Literal["none", "mlp", "layer", "step"] = "none"  # step: each step of the unroll
 
 
 TrainConfig = Annotated[PretrainConfig | DistillConfig, pydantic.Field(discriminator="stage")]

@@ -71,29 +71,70 @@ _whole.defvjp(
 )
 
 
-@dataclasses.dataclass(frozen=True)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(2, 3))
+def _lookup(shard, ids, spec, dtype):
+    if spec is None or not any(spec):
+        return shard[ids].astype(dtype)
+    return gather_weight(shard, spec, dtype)[ids]
+
+
+def _lookup_backward(spec, dtype, saved, gradient):
+    # In float32 from the first addition: a token's rows are many.
+    ids, like = saved
+    whole = (like.shape[0], gradient.shape[-1]) if spec is None else _whole_shape(like.shape, spec)
+    table = jnp.zeros(whole, jnp.float32).at[ids].add(gradient.astype(jnp.float32))
+    return reduce_gradient(table, spec), None
+
+
+_lookup.defvjp(lambda shard, ids, spec, dtype: (_lookup(shard, ids, spec, dtype), (ids, shard)), _lookup_backward)
+
+
+def _whole_shape(shape: tuple[int, ...], spec: PartitionSpec) -> tuple[int, ...]:
+    dimension, axes = _split(spec, None)
+    parts = lax.axis_size(axes) if axes else 1
+    return tuple(size * parts if i == dimension else size for i, size in enumerate(shape))
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
 class Layout:
-    """How the variables of a trained model lie on the mesh: a `PartitionSpec` each. None: not on a mesh."""
+    """Where a step's arrays lie, for the code that each device runs. Without arguments: all on one device.
+
+    Attributes:
+      specs: a `PartitionSpec` for each variable of the trained model.
+      tensor_axis: the mesh axis that frozen weights are split over, None where it has one device.
+    """
 
     specs: nnx.State | None = None
+    tensor_axis: str | None = None
 
-    def spec(self, *path: str | int) -> PartitionSpec | None:
-        """Of the variable at `path`."""
+    def spec(self, path: tuple) -> PartitionSpec | None:
+        """Of the variable at `path`; None off the mesh."""
         return None if self.specs is None else dict(nnx.to_flat_state(self.specs))[path].get_value()
 
-    def whole(self, shards: nnx.State, dtype: jnp.dtype) -> nnx.State:
+    def whole(self, shards: nnx.State, dtype: jnp.dtype, prefix: tuple = (), *, stacked: bool = False) -> nnx.State:
         """Whole weights from their shards, each gathered once; their gradients are summed over the devices once.
 
-        Matrices come in `dtype`; vectors, which are kept whole, and integers as they are.
+        Args:
+          dtype: of the matrices; vectors and integers stay as they are.
+          prefix: path of `shards` in the model.
+          stacked: `shards` are one entry of variables that are stacked along their first axis.
         """
-        flat = nnx.to_flat_state(shards)
-        return nnx.from_flat_state(
-            [
-                (path, v.replace(_whole(v.get_value(), self.spec(*path), dtype if v.ndim > 1 else v.dtype)))
-                for path, v in flat
-            ]
-        )
+
+        def gather(path, variable):
+            spec, shard = self.spec(prefix + path), variable.get_value()
+            if spec is not None and stacked:
+                spec = PartitionSpec(*spec[1:])
+            return variable.replace(_whole(shard, spec, dtype if shard.ndim > 1 else shard.dtype))
+
+        return nnx.from_flat_state([(path, gather(path, variable)) for path, variable in nnx.to_flat_state(shards)])
+
+    def lookup(self, shard: jax.Array, ids: jax.Array, path: tuple, dtype: jnp.dtype) -> jax.Array:
+        """Rows `ids` in `dtype` of the table at `path`; its gradient adds up in float32."""
+        return _lookup(shard, ids, self.spec(path), dtype)
 
     def sum(self, x: jax.Array) -> jax.Array:
         """Over all devices."""
         return x if self.specs is None else lax.psum(x, BOTH)
+
+
+ONE_DEVICE = Layout()

@@ -1,7 +1,7 @@
 """Train a backbone on text (`stage: pretrain`) or a drafter on conversations (`stage: distill`)."""
 
 from osprey_jax.command import run
-from osprey_jax.config import PretrainConfig, TrainConfig, parse_arguments
+from osprey_jax.config import TrainConfig, parse_arguments
 
 
 def main() -> None:
@@ -13,8 +13,7 @@ def main() -> None:
 
     check_run_directory(config.run_dir)
     mesh = make_mesh(config.mesh, rows=config.batch_size // config.accumulation)
-    set_up = stages.pretrain if isinstance(config, PretrainConfig) else stages.distill
-    train(config, set_up(config, mesh), mesh)
+    train(config, stages.set_up(config, mesh), mesh)
 
 
 if __name__ == "__main__":

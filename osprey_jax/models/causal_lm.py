@@ -1,10 +1,11 @@
 """Qwen3 and Llama causal language models at any depth: the target, and the backbone a drafter is made of.
 
 Axes as in `transformer.py`, and L layers, T the width of a target. The blocks are stacked on a leading axis L and run
-as one `lax.scan`, so that a model of 80 layers compiles as fast as one of 2.
+as a `lax.scan`, so that a model of 80 layers compiles as fast as one of 2.
 """
 
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -33,10 +34,22 @@ class Block(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, init=init, init_out=init_out, rngs=rngs)
 
-    def __call__(self, x_BxSxD: jax.Array, positions_BxS: jax.Array, attend: Attend, memory: Any):
-        attended_BxSxD, memory = self.self_attn(self.input_layernorm(x_BxSxD), positions_BxS, attend, memory)
+    def __call__(
+        self,
+        x_BxSxD: jax.Array,
+        positions_BxS: jax.Array,
+        attend: Attend,
+        memory: Any,
+        *,
+        tensor_axis: str | None = None,
+        remat_mlp: bool = False,
+    ):
+        attended_BxSxD, memory = self.self_attn(
+            self.input_layernorm(x_BxSxD), positions_BxS, attend, memory, tensor_axis
+        )
         x_BxSxD = x_BxSxD + attended_BxSxD
-        return x_BxSxD + self.mlp(self.post_attention_layernorm(x_BxSxD)), memory
+        mlp = lambda x: self.mlp(self.post_attention_layernorm(x), tensor_axis)
+        return x_BxSxD + (jax.checkpoint(mlp) if remat_mlp else mlp)(x_BxSxD), memory
 
 
 class CausalLM(nnx.Module):
@@ -87,25 +100,20 @@ class CausalLM(nnx.Module):
         *,
         tap_layers: tuple[int, ...] = (),
         dtype: jnp.dtype = jnp.float32,
+        tensor_axis: str | None = None,
     ) -> tuple[jax.Array, jax.Array | None, Any]:
-        """Run the blocks in `dtype`.
+        """Run the blocks in `dtype`, without a thought of gradients.
 
         Args:
           memory: what `attend` keeps for each layer, a pytree whose leaves have a leading axis L; None for none.
           tap_layers: 0-based ids of blocks, ascending, whose outputs are wanted.
+          tensor_axis: the mesh axis that the weights are split over, in code that runs on each device's own part.
+            Token ids and results are then this device's rows, positions and `attend` those of the whole axis.
 
         Returns:
           (hidden_BxSxD after the final norm, taps_BxSx(3D) concatenated or None, memory).
         """
         layers_def, layers = nnx.split(self.layers)
-        x_BxSxD = self.embed_tokens(token_ids_BxS, dtype)
-
-        def block(x_BxSxD, layer, layer_memory):
-            return nnx.merge(layers_def, layer)(x_BxSxD, positions_BxS, attend, layer_memory)
-
-        if not tap_layers and memory is None:  # the form whose gradient is stacked too, one write a layer
-            x_BxSxD, _ = jax.lax.scan(lambda x, layer: (block(x, layer, None)[0], None), x_BxSxD, layers)
-            return self.norm(x_BxSxD), None, None
 
         # Over an index: slices of the stacked weights between the taps would be copies of them.
         def at(i, stacked):
@@ -113,14 +121,47 @@ class CausalLM(nnx.Module):
 
         def body(carry, i):
             x_BxSxD, memory = carry
-            x_BxSxD, new = block(x_BxSxD, at(i, layers), at(i, memory))
+            block = nnx.merge(layers_def, at(i, layers))
+            x_BxSxD, new = block(x_BxSxD, positions_BxS, attend, at(i, memory), tensor_axis=tensor_axis)
             put = lambda leaf, value: jax.lax.dynamic_update_index_in_dim(leaf, value, i, 0)
             return (x_BxSxD, jax.tree.map(put, memory, new)), None
 
-        taps, start, carry = [], 0, (x_BxSxD, memory)
+        taps, start, carry = [], 0, (self.embed_tokens(token_ids_BxS, dtype, tensor_axis), memory)
         for stop in (*(i + 1 for i in tap_layers), self.config.num_layers):
             carry, _ = jax.lax.scan(body, carry, jnp.arange(start, stop))
             taps.append(carry[0])
             start = stop
         x_BxSxD, memory = carry
         return self.norm(x_BxSxD), (jnp.concatenate(taps[:-1], axis=-1) if tap_layers else None), memory
+
+    def trained(
+        self,
+        embedding_BxSxD: jax.Array,
+        positions_BxS: jax.Array,
+        attend: Attend,
+        *,
+        whole: Callable[[nnx.State], nnx.State],
+        remat: Literal["none", "mlp", "layer"],
+    ) -> jax.Array:
+        """Run the blocks so that gradients flow. Returns hidden_BxSxD after the final norm.
+
+        Args:
+          whole: one layer's weights from their shards.
+          remat: what the backward pass computes again: nothing, each MLP, or each layer, of which then only the input
+            is kept.
+        """
+        layers_def, layers = nnx.split(self.layers)
+
+        def block(x_BxSxD, layer):
+            module = nnx.merge(layers_def, whole(layer))
+            return module(x_BxSxD, positions_BxS, attend, None, remat_mlp=remat == "mlp")[0]
+
+        if remat == "layer":
+            step = jax.checkpoint(block)
+            x_BxSxD, _ = jax.lax.scan(lambda x, layer: (step(x, layer), None), embedding_BxSxD, layers)
+            return self.norm(x_BxSxD)
+        # Not a scan: that would stack what each layer keeps as autodiff leaves it, in float32 and much more of it.
+        x_BxSxD = embedding_BxSxD
+        for i in range(self.config.num_layers):
+            x_BxSxD = block(x_BxSxD, jax.tree.map(lambda leaf, i=i: leaf[i], layers))
+        return self.norm(x_BxSxD)

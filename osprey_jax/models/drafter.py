@@ -5,7 +5,7 @@ EAGLE-3 (arXiv:2503.01840) for the unroll; Osprey for `swap_h_and_emb` and the z
 """
 
 import dataclasses
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
@@ -54,11 +54,14 @@ class DrafterLayer(nnx.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config, init=init, init_out=init, rngs=rngs)
 
-    def __call__(self, constant_BxSxH, stream_BxSxH, positions_BxS, attend: Attend, memory: Any):
+    def __call__(
+        self, constant_BxSxH, stream_BxSxH, positions_BxS, attend: Attend, memory: Any, *, remat_mlp: bool = False
+    ):
         x_BxSx2H = jnp.concatenate([self.input_layernorm(constant_BxSxH), self.hidden_norm(stream_BxSxH)], axis=-1)
         attended_BxSxH, memory = self.self_attn(x_BxSx2H, positions_BxS, attend, memory)
         stream_BxSxH = stream_BxSxH + attended_BxSxH
-        return stream_BxSxH + self.mlp(self.post_attention_layernorm(stream_BxSxH)), memory
+        mlp = lambda stream: self.mlp(self.post_attention_layernorm(stream))
+        return stream_BxSxH + (jax.checkpoint(mlp) if remat_mlp else mlp)(stream_BxSxH), memory
 
 
 class Drafter(nnx.Module):
@@ -88,15 +91,24 @@ class Drafter(nnx.Module):
         positions_BxS: jax.Array,
         attend: Attend,
         memory: list[Any],
+        *,
+        remat: Literal["none", "mlp", "layer"] = "none",
     ) -> tuple[jax.Array, list[Any]]:
-        """One step. `memory` has one entry a layer. Returns (un-normed stream_BxSxH, memory)."""
+        """One step. `memory` has one entry a layer. Returns (un-normed stream_BxSxH, memory).
+
+        `remat`: what the backward pass computes again.
+        """
         if self.config.swap_h_and_emb:
             stream_BxSxH, constant_BxSxH = embedding_BxSxH, feature_BxSxH
         else:
             stream_BxSxH, constant_BxSxH = feature_BxSxH, embedding_BxSxH
         new_memory = []
         for layer, layer_memory in zip(self.layers, memory, strict=True):
-            stream_BxSxH, layer_memory = layer(constant_BxSxH, stream_BxSxH, positions_BxS, attend, layer_memory)
+            run = lambda constant, stream, memory, layer=layer: layer(
+                constant, stream, positions_BxS, attend, memory, remat_mlp=remat == "mlp"
+            )
+            run = jax.checkpoint(run) if remat == "layer" else run
+            stream_BxSxH, layer_memory = run(constant_BxSxH, stream_BxSxH, layer_memory)
             new_memory.append(layer_memory)
         return stream_BxSxH, new_memory
 

@@ -20,6 +20,7 @@ import numpy as np
 from flax import nnx
 
 from osprey_jax.kernels.attention import Attend
+from osprey_jax.parallel import gather_rows, scatter_rows
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,8 +81,10 @@ class Linear(nnx.Module):
         self.weight = nnx.Param(init(rngs.params(), (out_size, in_size)), axes=axes)
         self.bias = nnx.Param(jnp.zeros(out_size, jnp.float32), axes=axes[:1]) if bias else None
 
-    def __call__(self, x: jax.Array) -> jax.Array:
+    def __call__(self, x: jax.Array, *, sum_over: str | None = None) -> jax.Array:
+        """`sum_over`: a mesh axis that the inputs are split over; then the rows come back to their own devices."""
         y = jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype))
+        y = scatter_rows(y, sum_over)
         return y if self.bias is None else y + self.bias[...].astype(x.dtype)
 
 
@@ -91,8 +94,15 @@ class Embedding(nnx.Module):
     def __init__(self, vocab_size: int, hidden_size: int, *, init, rngs):
         self.weight = nnx.Param(init(rngs.params(), (vocab_size, hidden_size)), axes=("vocab", "embed"))
 
-    def __call__(self, token_ids_BxS: jax.Array, dtype: jnp.dtype) -> jax.Array:
-        return self.weight[...][token_ids_BxS].astype(dtype)  # in this order: its gradient adds up in float32
+    def __call__(self, token_ids_BxS: jax.Array, dtype: jnp.dtype, tensor_axis: str | None = None) -> jax.Array:
+        """With `tensor_axis`, of this device's part of the table."""
+        table_VxD = self.weight[...]
+        if tensor_axis is None:
+            return table_VxD[token_ids_BxS].astype(dtype)  # in this order: its gradient adds up in float32
+        ids_BxS = gather_rows(token_ids_BxS, tensor_axis) - jax.lax.axis_index(tensor_axis) * table_VxD.shape[0]
+        held_BxSx1 = ((ids_BxS >= 0) & (ids_BxS < table_VxD.shape[0]))[..., None]
+        rows_BxSxD = table_VxD.at[ids_BxS].get(mode="clip").astype(dtype)
+        return scatter_rows(jnp.where(held_BxSx1, rows_BxSxD, 0), tensor_axis)
 
 
 class RMSNorm(nnx.Module):
@@ -140,7 +150,11 @@ def apply_rope(x_BxSxNxh: jax.Array, positions_BxS: jax.Array, frequencies: np.n
 
 
 class Attention(nnx.Module):
-    """Projections, head norms and RoPE around the caller's `attend`. `input_size` is 2 D in a drafter layer."""
+    """Projections, head norms and RoPE around the caller's `attend`. `input_size` is 2 D in a drafter layer.
+
+    With `tensor_axis` this device has some of the heads and computes them for the rows of all devices of the axis, of
+    which `positions` and `attend` speak; x and the result are its own rows.
+    """
 
     def __init__(self, config: TransformerConfig, input_size: int, *, init, init_out, rngs):
         c, bias = config, config.attention_bias
@@ -153,8 +167,16 @@ class Attention(nnx.Module):
         self.k_norm = RMSNorm(c.head_dim, c.rms_norm_eps) if c.qk_norm else None
         self.config = config
 
-    def __call__(self, x_BxSxD: jax.Array, positions_BxS: jax.Array, attend: Attend, memory: Any):
+    def __call__(
+        self,
+        x_BxSxD: jax.Array,
+        positions_BxS: jax.Array,
+        attend: Attend,
+        memory: Any,
+        tensor_axis: str | None = None,
+    ):
         """Returns (out_BxSxD, memory)."""
+        x_BxSxD = gather_rows(x_BxSxD, tensor_axis)
         B, S, _ = x_BxSxD.shape
         q_BxSxNxh, k_BxSxGxh, v_BxSxGxh = (
             proj(x_BxSxD).reshape(B, S, -1, self.config.head_dim) for proj in (self.q_proj, self.k_proj, self.v_proj)
@@ -165,11 +187,11 @@ class Attention(nnx.Module):
         q_BxSxNxh = apply_rope(q_BxSxNxh, positions_BxS, frequencies)
         k_BxSxGxh = apply_rope(k_BxSxGxh, positions_BxS, frequencies)
         out_BxSxNxh, memory = attend(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, memory)
-        return self.o_proj(out_BxSxNxh.reshape(B, S, -1)), memory
+        return self.o_proj(out_BxSxNxh.reshape(B, S, -1), sum_over=tensor_axis), memory
 
 
 class MLP(nnx.Module):
-    """SwiGLU: down(silu(gate(x)) * up(x))."""
+    """SwiGLU: down(silu(gate(x)) * up(x)). With `tensor_axis` this device has some of the inner width."""
 
     def __init__(self, config: TransformerConfig, *, init, init_out, rngs):
         width, inner, bias = config.hidden_size, config.intermediate_size, config.mlp_bias
@@ -177,5 +199,7 @@ class MLP(nnx.Module):
         self.up_proj = Linear(inner, width, ("mlp", "embed"), bias=bias, init=init, rngs=rngs)
         self.down_proj = Linear(width, inner, ("embed", "mlp"), bias=bias, init=init_out, rngs=rngs)
 
-    def __call__(self, x_BxSxD: jax.Array) -> jax.Array:
-        return self.down_proj(jax.nn.silu(self.gate_proj(x_BxSxD)) * self.up_proj(x_BxSxD))
+    def __call__(self, x_BxSxD: jax.Array, tensor_axis: str | None = None) -> jax.Array:
+        x_BxSxD = gather_rows(x_BxSxD, tensor_axis)
+        inner_BxSxF = jax.nn.silu(self.gate_proj(x_BxSxD)) * self.up_proj(x_BxSxD)
+        return self.down_proj(inner_BxSxF, sum_over=tensor_axis)

@@ -29,14 +29,15 @@ from osprey_jax.files import new_file, write_json, write_text
 from osprey_jax.kernels.precision import exact_products
 from osprey_jax.reports.data import describe
 from osprey_jax.training.checkpoint import Checkpoints, saved_steps
-from osprey_jax.training.mesh import BOTH, rows_over
+from osprey_jax.training.mesh import rows_over
 from osprey_jax.training.optimizer import learning_rate, make_optimizer
 from osprey_jax.training.stages import Stage
 from osprey_jax.training.state import abstract_state, make_eval_step, make_train_step, new_state
 
 # What may differ between a run and its continuation: where and how often, not what is computed.
 FREE_KEYS = {
-    **dict.fromkeys(("run_dir", "log_every", "eval_every", "checkpoints", "mesh", "accumulation", "loss_chunk"), True),
+    **dict.fromkeys(("run_dir", "log_every", "eval_every", "checkpoints"), True),
+    **dict.fromkeys(("mesh", "accumulation", "loss_chunk", "attention", "remat"), True),
     "ttt": {"loss_chunk"},
     "data": {"train", "eval", "cache_dir", "processes"},  # the rows have a fingerprint
 }
@@ -56,17 +57,16 @@ def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
         raise UserError(f"{len(stage.rows)} rows x {config.epochs} epochs make no batch of {config.batch_size} rows")
     optimizer = make_optimizer(config.optimizer, steps)
     rate = learning_rate(config.optimizer, steps)
-    train_step = make_train_step(stage.objective, optimizer, mesh)
-    eval_step = make_eval_step(stage.objective, mesh)
+    shapes = abstract_state(*stage.design.abstract, optimizer)
+    train_step = make_train_step(stage.design.objective, optimizer, mesh, shapes, stage.design.frozen)
+    eval_step = make_eval_step(stage.design.objective, mesh, shapes, stage.design.frozen)
     facts = {"config": _what_matters(config), "steps": steps, "data": stage.rows.fingerprint, **stage.fingerprints}
     # Nothing is written before the weights have been read and found right.
     fresh = None if saved_steps(config.run_dir / "checkpoints") else new_state(*stage.start(), optimizer)
 
     with contextlib.ExitStack() as stack:
         checkpoints = stack.enter_context(Checkpoints(config.run_dir / "checkpoints", keep=config.checkpoints.keep))
-        restored = checkpoints.restore(
-            abstract_state(*stage.abstract, optimizer), lambda saved: _check_same_run(saved, facts, config.run_dir)
-        )
+        restored = checkpoints.restore(shapes, lambda saved: _check_same_run(saved, facts, config.run_dir))
         state, _, start = restored or (fresh, facts, 0)
         del fresh
         if restored is None:
@@ -134,7 +134,7 @@ def evaluate(
             return None
         metrics = eval_step(state, stage.frozen, jax.tree.map(lambda x: x[0], _place(batch, mesh, 1)))
         totals = metrics if totals is None else jax.tree.map(jax.numpy.add, totals, metrics)
-    return stage.objective.report(jax.device_get(totals))
+    return stage.design.objective.report(jax.device_get(totals))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,13 +157,13 @@ class _Unread:
                 f"step {self.step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; nothing of it is "
                 f"saved. Its rows: {ids}. Lower optimizer.learning_rate, or look at these records"
             )
-        values = stage.objective.report(metrics) | {"grad_norm": float(metrics["grad_norm"])}
+        values = stage.design.objective.report(metrics) | {"grad_norm": float(metrics["grad_norm"])}
         log.update(self.step, values | {"learning_rate": self.rate}, self.tokens, self.waited)
 
 
 def _place(batch: dict[str, np.ndarray], mesh: jax.sharding.Mesh, parts: int) -> dict[str, jax.Array]:
     """This process's rows (rows, S) as a global array (parts, rows of a part, S) over all devices."""
-    sharding = rows_over(mesh, BOTH, leading=1)
+    sharding = rows_over(mesh, leading=1)
     parted = {name: array.reshape(parts, -1, array.shape[-1]) for name, array in batch.items()}
     return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in parted.items()}
 
@@ -191,7 +191,7 @@ def _describe(config: Run, stage: Stage) -> None:
     if jax.process_index() == 0:
         (run_dir / "model").mkdir(parents=True, exist_ok=True)
         write_text(run_dir / "config.yaml", yaml.safe_dump(json.loads(config.model_dump_json()), sort_keys=False))
-        write_json(run_dir / "model" / "config.json", stage.hf_config)
+        write_json(run_dir / "model" / "config.json", stage.design.hf_config)
         copy_tokenizer(stage.tokenizer, run_dir / "model")
         prepared = dict.fromkeys(rows.directory for rows in (stage.rows, stage.eval_rows) if rows is not None)
         with new_file(run_dir / REJECTED) as rejected:
@@ -232,7 +232,7 @@ def _flat(tree: dict, prefix: str = "") -> dict[str, Any]:
 
 
 def _print_plan(config: Run, stage: Stage, mesh: jax.sharding.Mesh, steps: int, start: int) -> None:
-    sizes = [math.prod(x.shape) for x in jax.tree.leaves(stage.abstract[0])]
+    sizes = [math.prod(x.shape) for x in jax.tree.leaves(stage.design.abstract[0])]
     lines = [
         f"{sum(sizes):,} trained parameters on {mesh.devices.size} device(s), data {mesh.shape['data']} x tensor "
         f"{mesh.shape['tensor']}, {config.compute_dtype}",

@@ -3,12 +3,13 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 
 from osprey_jax.command import UserError
 from osprey_jax.config import DistillConfig, PretrainConfig
@@ -19,29 +20,56 @@ from osprey_jax.data.rows import Rows
 from osprey_jax.data.tokenizer import check_tokenizer, load_tokenizer
 from osprey_jax.data.trimming import coverage, most_frequent_tokens
 from osprey_jax.files import fingerprint, read_json
+from osprey_jax.kernels.attention import choose_kernel
 from osprey_jax.models import hf, hf_config
 from osprey_jax.models.causal_lm import CausalLM
 from osprey_jax.models.drafter import Drafter, DrafterConfig, trained_variables
+from osprey_jax.models.transformer import TransformerConfig
 from osprey_jax.objectives.next_token import NextToken
 from osprey_jax.objectives.objective import Objective
 from osprey_jax.objectives.ttt import Distillation
-from osprey_jax.training.mesh import parameter_shardings, with_shardings
+from osprey_jax.training.mesh import check_splits, layout, parameter_shardings, with_shardings
+
+
+@dataclasses.dataclass(frozen=True)
+class Design:
+    """What is trained and against what, as shapes: all that compiling a step needs. No weight has been read."""
+
+    objective: Objective
+    trained: TransformerConfig | DrafterConfig
+    target: TransformerConfig | None
+    abstract: tuple[nnx.State, nnx.State]  # trained parameters and constants, with their shardings
+    frozen: Any  # what only the objective reads, with its shardings
+    hf_config: dict  # of the trained model, for export
+    notes: list[str]  # what was derived, for the reader of the log
 
 
 @dataclasses.dataclass(frozen=True)
 class Stage:
     """What the loop needs, whatever is trained."""
 
-    objective: Objective
-    abstract: tuple[nnx.State, nnx.State]  # trained parameters and constants: shapes with their shardings
-    start: Callable[[], tuple[nnx.State, nnx.State]]  # their values before the first step
-    frozen: Any  # what only the objective reads, on the devices
+    design: Design
+    start: Callable[[], tuple[nnx.State, nnx.State]]  # parameters and constants before the first step
+    frozen: Any  # on the devices
     rows: Rows
     eval_rows: Rows | None
-    hf_config: dict  # of the trained model, for export
     tokenizer: Path  # directory of its tokenizer
     fingerprints: dict[str, str]
-    notes: list[str]  # what was derived, for the reader of the log
+    notes: list[str]  # the design's, and what the data adds
+
+
+def design(config: PretrainConfig | DistillConfig, mesh: Mesh) -> Design:
+    """The step of a run on `mesh`. Of the checkpoints only each `config.json` is read.
+
+    Raises:
+      UserError: models that do not fit each other or the mesh; an attention kernel that cannot run.
+    """
+    return _pretrain_design(config, mesh) if isinstance(config, PretrainConfig) else _distill_design(config, mesh)
+
+
+def set_up(config: PretrainConfig | DistillConfig, mesh: Mesh) -> Stage:
+    """The run's design with its data and weights: everything cheap is checked before any weight is read."""
+    return pretrain(config, mesh) if isinstance(config, PretrainConfig) else distill(config, mesh)
 
 
 def prepared(config: PretrainConfig | DistillConfig) -> tuple[Rows, Rows | None]:
@@ -71,60 +99,118 @@ def recipe(config: PretrainConfig | DistillConfig) -> Recipe:
     return ConversationRecipe(config.target, data.length, data.template_options, data.only_last_turn, data.packing)
 
 
-def pretrain(config: PretrainConfig, mesh: jax.sharding.Mesh) -> Stage:
-    """Next-token prediction on text, from a checkpoint or from random values."""
-    start = config.model
-    model_config = hf_config.transformer_config(start.numbers_from)
-    rows, eval_rows = prepared(config)
-
+def _pretrain_design(config: PretrainConfig, mesh: Mesh) -> Design:
+    """Next-token prediction on text."""
+    model_config = hf_config.transformer_config(config.model.numbers_from)
     model = hf.abstract_causal_lm(model_config)
     model_def, *_ = nnx.split(model, nnx.Param, ...)
     shardings = parameter_shardings(nnx.state(model), mesh, trained=True)
+    kernel = _attention(config, mesh, model_config)
+    return Design(
+        objective=NextToken(
+            model_def,
+            jnp.dtype(config.compute_dtype),
+            config.loss_chunk,
+            layout(shardings, mesh),
+            kernel,
+            config.remat,
+        ),
+        trained=model_config,
+        target=None,
+        abstract=nnx.split_state(with_shardings(nnx.state(model), shardings), nnx.Param, ...),
+        frozen=None,
+        hf_config=read_json(hf_config.config_path(config.model.numbers_from)),
+        notes=[f"attention kernel {kernel}"],
+    )
+
+
+def _distill_design(config: DistillConfig, mesh: Mesh) -> Design:
+    """A drafter learns its target's distributions."""
+    target_config = hf_config.transformer_config(config.target)
+    check_splits(target_config, mesh, str(config.target))
+    drafter_config, raw_config, taps = _drafter(config, target_config)
+    model = hf.abstract_drafter(drafter_config)
+    trained = trained_variables(drafter_config)
+    drafter_def, *_ = nnx.split(model, trained, ...)
+    shardings = parameter_shardings(nnx.state(model), mesh, trained=True)
+    target = hf.abstract_causal_lm(target_config)
+    target_def, target_state = nnx.split(target)
+    compute_dtype = jnp.dtype(config.compute_dtype)
+    kernel = _attention(config, mesh, target_config, drafter_config.transformer)
+    target_state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, compute_dtype), target_state)
+    return Design(
+        objective=Distillation(
+            drafter_def,
+            target_def,
+            taps,
+            config.ttt,
+            compute_dtype,
+            drafter_config.trims_vocabulary,
+            layout(shardings, mesh),
+            kernel,
+            config.remat,
+        ),
+        trained=drafter_config,
+        target=target_config,
+        abstract=nnx.split_state(with_shardings(nnx.state(model), shardings), trained, ...),
+        frozen=with_shardings(target_state, parameter_shardings(target_state, mesh, trained=False)),
+        hf_config=raw_config,
+        notes=[
+            f"tap layers {list(taps)} of {target_config.num_layers}",
+            f"embedding {'of the drafter, trained' if drafter_config.swap_h_and_emb else 'of the target, frozen'}",
+            f"attention kernel {kernel}",
+        ],
+    )
+
+
+def _attention(
+    config: PretrainConfig | DistillConfig, mesh: Mesh, *models: TransformerConfig
+) -> Literal["xla", "mosaic"]:
+    """The attention kernel of a step: one that runs for all its models."""
+    dtype, device = jnp.dtype(config.compute_dtype), mesh.devices.flat[0]
+    kernels = {choose_kernel(config.attention, device=device, dtype=dtype, head_dim=m.head_dim) for m in models}
+    return kernels.pop() if len(kernels) == 1 else "xla"
+
+
+def pretrain(config: PretrainConfig, mesh: Mesh) -> Stage:
+    """Next-token prediction on text, from a checkpoint or from random values."""
+    start, planned = config.model, design(config, mesh)
+    rows, eval_rows = prepared(config)
 
     def values():
+        shardings = _shardings(planned.abstract)
         if start.checkpoint is not None:
+            model = hf.abstract_causal_lm(planned.trained)
             state = hf.load_parameters(model, start.checkpoint, shardings=shardings)
         else:
-            state = _random(lambda: CausalLM(model_config, rngs=nnx.Rngs(config.seed)), shardings)
+            state = _random(lambda: CausalLM(planned.trained, rngs=nnx.Rngs(config.seed)), shardings)
         return nnx.split_state(state, nnx.Param, ...)
 
     return Stage(
-        objective=NextToken(model_def, jnp.dtype(config.compute_dtype), config.loss_chunk),
-        abstract=nnx.split_state(with_shardings(nnx.state(model), shardings), nnx.Param, ...),
+        design=planned,
         start=values,
         frozen=None,
         rows=rows,
         eval_rows=eval_rows,
-        hf_config=read_json(hf_config.config_path(start.numbers_from)),
         tokenizer=start.tokenizer_from,
         fingerprints={"start": fingerprint(start.numbers_from), "tokenizer": fingerprint(start.tokenizer_from)},
-        notes=[],
+        notes=planned.notes,
     )
 
 
-def distill(config: DistillConfig, mesh: jax.sharding.Mesh) -> Stage:
+def distill(config: DistillConfig, mesh: Mesh) -> Stage:
     """A drafter learns its target's distributions, from a converted checkpoint or (EAGLE-3) from scratch."""
-    target_config = hf_config.transformer_config(config.target)
-    drafter_config, raw_config, taps = _drafter(config, target_config)
+    planned = design(config, mesh)
+    drafter_config, notes = planned.trained, list(planned.notes)
     rows, eval_rows = prepared(config)
-    notes = [f"tap layers {list(taps)} of {target_config.num_layers}"]
-
-    model = hf.abstract_drafter(drafter_config)
-    trained, frozen_embedding = trained_variables(drafter_config), not drafter_config.swap_h_and_emb
-    drafter_def, *_ = nnx.split(model, trained, ...)
-    shardings = parameter_shardings(nnx.state(model), mesh, trained=True)
-    notes.append(f"embedding {'of the target, frozen' if frozen_embedding else 'of the drafter, trained'}")
-
-    target = hf.abstract_causal_lm(target_config)
-    target_def, _ = nnx.split(target)
-    compute_dtype = jnp.dtype(config.compute_dtype)
     if drafter_config.trims_vocabulary:
         counted_V = rows.supervised_count_V  # of the tokenizer, which has fewer ids than the target has rows
-        count_V = np.pad(counted_V, (0, target_config.vocab_size - len(counted_V)))
+        count_V = np.pad(counted_V, (0, planned.target.vocab_size - len(counted_V)))
         target_ids, note = _draft_vocabulary(config.drafter.checkpoint, drafter_config, count_V)
         notes.append(note)
 
     def values():
+        shardings = _shardings(planned.abstract)
         if config.drafter.checkpoint is not None:
             state = _load_drafter(config.drafter.checkpoint, mesh)
             if drafter_config.trims_vocabulary and "target_ids" not in state:
@@ -133,20 +219,21 @@ def distill(config: DistillConfig, mesh: jax.sharding.Mesh) -> Stage:
             state = _random(lambda: Drafter(drafter_config, rngs=nnx.Rngs(config.seed)), shardings)
             if drafter_config.trims_vocabulary:
                 state["target_ids"].set_value(jax.device_put(target_ids, shardings["target_ids"].get_value()))
-        if frozen_embedding:
+        if not drafter_config.swap_h_and_emb:
             table, sharding = state["embed_tokens"]["weight"], shardings["embed_tokens"]["weight"].get_value()
             table.set_value(hf.load_embedding(config.target, table.get_value(), sharding))
-        return nnx.split_state(state, trained, ...)
+        return nnx.split_state(state, trained_variables(drafter_config), ...)
 
-    target_shardings = parameter_shardings(nnx.state(target), mesh, trained=False)
+    target = hf.abstract_causal_lm(planned.target)
+    compute_dtype = jnp.dtype(config.compute_dtype)
     return Stage(
-        objective=Distillation(drafter_def, target_def, taps, config.ttt, compute_dtype),
-        abstract=nnx.split_state(with_shardings(nnx.state(model), shardings), trained, ...),
+        design=planned,
         start=values,
-        frozen=hf.load_parameters(target, config.target, dtype=compute_dtype, shardings=target_shardings),
+        frozen=hf.load_parameters(
+            target, config.target, dtype=compute_dtype, shardings=jax.tree.map(lambda x: x.sharding, planned.frozen)
+        ),
         rows=rows,
         eval_rows=eval_rows,
-        hf_config=raw_config,
         tokenizer=config.target,
         fingerprints={
             "target": fingerprint(config.target),
@@ -154,6 +241,11 @@ def distill(config: DistillConfig, mesh: jax.sharding.Mesh) -> Stage:
         },
         notes=notes,
     )
+
+
+def _shardings(abstract: tuple[nnx.State, nnx.State]) -> nnx.State:
+    """Of the whole model, from its parameters and constants."""
+    return jax.tree.map(lambda x: x.sharding, nnx.merge_state(*abstract))
 
 
 def _drafter(config: DistillConfig, target) -> tuple[DrafterConfig, dict, tuple[int, int, int]]:
@@ -202,7 +294,7 @@ def _draft_vocabulary(checkpoint: Path | None, drafter: DrafterConfig, count_V: 
     return target_ids, f"draft vocabulary ({origin}): {size}, {covered:.1%} of the supervised ones"
 
 
-def _load_drafter(checkpoint: Path, mesh: jax.sharding.Mesh) -> nnx.State:
+def _load_drafter(checkpoint: Path, mesh: Mesh) -> nnx.State:
     """A drafter checkpoint's state with the vocabulary that it has."""
     model = hf.abstract_drafter(hf_config.drafter_config(checkpoint))
     shardings = parameter_shardings(nnx.state(model), mesh, trained=True)

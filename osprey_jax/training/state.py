@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 import optax
 from flax import nnx
+from jax.sharding import PartitionSpec
 
 from osprey_jax.objectives.objective import Objective
-from osprey_jax.training.mesh import BOTH, parameter_shardings, replicated, rows_over
+from osprey_jax.training.mesh import replicated, rows_over
 
 
 @jax.tree_util.register_dataclass
@@ -54,29 +55,33 @@ def abstract_state(params: nnx.State, constants: nnx.State, optimizer: optax.Gra
 
 
 def make_train_step(
-    objective: Objective, optimizer: optax.GradientTransformation, mesh: jax.sharding.Mesh
+    objective: Objective,
+    optimizer: optax.GradientTransformation,
+    mesh: jax.sharding.Mesh,
+    state: TrainState,
+    frozen: Any,
 ) -> Callable[[TrainState, Any, dict], tuple[TrainState, dict]]:
     """The compiled update: (state, frozen, batch of arrays (A, B, S)) -> (state, metrics). The state is donated.
 
-    What the frozen side says of all A parts is kept until each has had its turn, since their weights depend on it.
+    Each device computes gradients on its own rows, with explicit collectives; the optimizer is elementwise on the
+    shards but for the gradient's norm, and is left to the partitioner.
+
+    Args:
+      state, frozen: of the step's arguments, or abstract values with their shardings.
     """
-    teach, weigh, gather = _teach(objective, mesh), _weigh(objective), _gather(mesh)
+    specs = _specs((state.params, state.constants, frozen))
+    gradients = jax.shard_map(
+        functools.partial(_gradients, objective),
+        mesh=mesh,
+        in_specs=(*specs, rows_over(mesh, leading=1).spec),
+        out_specs=(specs[0], PartitionSpec()),
+        check_vma=False,
+    )
+    shardings = jax.tree.map(lambda x: x.sharding, state)
 
-    @functools.partial(jax.jit, donate_argnums=0)
+    @functools.partial(jax.jit, donate_argnums=0, out_shardings=(shardings, replicated(mesh)))
     def train_step(state: TrainState, frozen: Any, batch_AxBxS: dict[str, jax.Array]):
-        lessons = jax.lax.map(lambda part: teach(state.constants, frozen, part), batch_AxBxS)
-        weights = weigh(batch_AxBxS, lessons)
-
-        def loss(params, part):
-            return objective.loss(gather(params), state.constants, frozen, *part)
-
-        def add_part(grads, part):
-            (_, metrics), part_grads = jax.value_and_grad(loss, has_aux=True)(state.params, part)
-            return jax.tree.map(jnp.add, grads, part_grads), metrics
-
-        zeros = jax.tree.map(jnp.zeros_like, state.params)
-        grads, metrics = jax.lax.scan(add_part, zeros, (batch_AxBxS, lessons, weights))
-        metrics = jax.tree.map(lambda x: jnp.sum(x, axis=0), metrics)
+        grads, metrics = gradients(state.params, state.constants, frozen, batch_AxBxS)
         updates, opt_state = optimizer.update(grads, state.opt_state, state.params)
         params = optax.apply_updates(state.params, updates)
         metrics["grad_norm"] = optax.tree.norm(grads)
@@ -85,56 +90,61 @@ def make_train_step(
     return train_step
 
 
-def make_eval_step(objective: Objective, mesh: jax.sharding.Mesh) -> Callable[[TrainState, Any, dict], dict]:
+def make_eval_step(
+    objective: Objective, mesh: jax.sharding.Mesh, state: TrainState, frozen: Any
+) -> Callable[[TrainState, Any, dict], dict]:
     """Sums over one batch of arrays (B, S), without an update. No `loss`: it would depend on the batch's size."""
-    teach, weigh, gather = _teach(objective, mesh), _weigh(objective), _gather(mesh)
+    metrics = jax.shard_map(
+        functools.partial(_metrics, objective),
+        mesh=mesh,
+        in_specs=(*_specs((state.params, state.constants, frozen)), rows_over(mesh).spec),
+        out_specs=PartitionSpec(),
+        check_vma=False,
+    )
 
     @jax.jit
     def eval_step(state: TrainState, frozen: Any, batch: dict[str, jax.Array]):
-        lessons = teach(state.constants, frozen, batch)
-        weights = weigh(*jax.tree.map(lambda x: x[None], (batch, lessons)))[0]
-        _, metrics = objective.loss(gather(state.params), state.constants, frozen, batch, lessons, weights)
-        return {name: value for name, value in metrics.items() if name != "loss"}
+        return metrics(state.params, state.constants, frozen, batch)
 
     return eval_step
 
 
-def _teach(objective: Objective, mesh: jax.sharding.Mesh) -> Callable:
-    """The frozen side reads rows over `data` alone, since its weights are split over `tensor`."""
-
-    def teach(constants, frozen, batch):
-        batch = jax.lax.with_sharding_constraint(batch, rows_over(mesh, "data"))
-        lessons = jax.lax.stop_gradient(objective.teach(constants, frozen, batch))
-        return jax.lax.with_sharding_constraint(lessons, rows_over(mesh, BOTH))
-
-    return teach
+def _specs(tree: Any) -> Any:
+    return jax.tree.map(lambda x: x.sharding.spec, tree)
 
 
-def _gather(mesh: jax.sharding.Mesh) -> Callable[[nnx.State], nnx.State]:
-    """Whole weights from their shards before they are used, and shards of the gradients after.
-
-    Left to itself, the partitioner may split a product along the sharded width instead, and then every device holds
-    the logits of every row.
-    """
-
-    def gather(params):
-        return jax.lax.with_sharding_constraint(params, replicated(mesh))
-
-    def backward(_, grads):
-        return (jax.lax.with_sharding_constraint(grads, parameter_shardings(grads, mesh, trained=True)),)
-
-    gather = jax.custom_vjp(gather)
-    gather.defvjp(lambda params: (gather(params), None), backward)
-    return gather
+# ---- on each device
 
 
-def _weigh(objective: Objective) -> Callable:
+def _gradients(objective: Objective, params, constants, frozen, batch_AxBxS) -> tuple[nnx.State, dict]:
+    """(gradients of this device's shards, summed over all devices; metrics of the global batch)."""
+    teach = functools.partial(objective.teach, constants, frozen)
+    # Kept for all parts only where the weights depend on them, which are the global batch's.
+    lessons = jax.lax.map(teach, batch_AxBxS) if objective.weights_need_lessons else None
+    weights = _weights(objective, batch_AxBxS, lessons)
+
+    def add_part(grads, part):
+        batch, part_weights, part_lessons = part
+        part_lessons = teach(batch) if part_lessons is None else part_lessons
+        loss = lambda params: objective.loss(params, constants, frozen, batch, part_lessons, part_weights)
+        (_, metrics), part_grads = jax.value_and_grad(loss, has_aux=True)(params)
+        return jax.tree.map(jnp.add, grads, part_grads), metrics
+
+    zeros = jax.tree.map(jnp.zeros_like, params)
+    grads, metrics = jax.lax.scan(add_part, zeros, (batch_AxBxS, weights, lessons))
+    return grads, objective.layout.sum(jax.tree.map(lambda x: jnp.sum(x, axis=0), metrics))
+
+
+def _metrics(objective: Objective, params, constants, frozen, batch) -> dict:
+    lessons = objective.teach(constants, frozen, batch)
+    weights = objective.weights(batch, lessons)
+    _, metrics = objective.loss(params, constants, frozen, batch, lessons, weights)
+    return {name: value for name, value in objective.layout.sum(metrics).items() if name != "loss"}
+
+
+def _weights(objective: Objective, batch_AxBxS: dict, lessons: Any) -> jax.Array:
     """Weights of all parts together, as their normalisers are the global batch's; returned by part, (A, .., B, S)."""
-
-    def weigh(batch_AxBxS, lessons):
-        parts, rows = jax.tree.leaves(batch_AxBxS)[0].shape[:2]
-        joined = jax.tree.map(lambda x: x.reshape(parts * rows, *x.shape[2:]), (batch_AxBxS, lessons))
-        weights = objective.weights(*joined)
-        return jnp.moveaxis(weights.reshape(*weights.shape[:-2], parts, rows, weights.shape[-1]), -3, 0)
-
-    return weigh
+    parts, rows = jax.tree.leaves(batch_AxBxS)[0].shape[:2]
+    joined = jax.tree.map(lambda x: x.reshape(parts * rows, *x.shape[2:]), (batch_AxBxS, lessons))
+    weights = objective.weights(*joined)
+    return jnp.moveaxis(weights.reshape(*weights.shape[:-2], parts, rows, weights.shape[-1]), -3, 0)

@@ -10,8 +10,10 @@ from flax import nnx
 from safetensors.numpy import load_file
 
 from osprey_jax.config import TTT
+from osprey_jax.kernels.ttt_attention import attend_unroll
 from osprey_jax.models import hf
 from osprey_jax.objectives.ttt import Distillation, unroll
+from osprey_jax.training.mesh import layout, parameter_shardings
 
 RELEASED = TTT(supervision="released", normalization="sequence", loss_chunk=16)
 EXACT = TTT(supervision="exact", normalization="token", loss_chunk=7)
@@ -38,7 +40,14 @@ def golden_objective(golden, weights: str, ttt: TTT, target_ids: np.ndarray | No
     taps = tuple(int(i) for i in np.load(golden / "expected" / "target.npz")["tap_layers"])
     drafter_def, params, constants = nnx.split(drafter, nnx.Param, ...)
     target_def, frozen = nnx.split(target)
-    return Distillation(drafter_def, target_def, taps, ttt, jnp.dtype(jnp.float32)), params, constants, frozen
+    trims, float32 = target_ids is not None, jnp.dtype(jnp.float32)
+    return Distillation(drafter_def, target_def, taps, ttt, float32, trims), params, constants, frozen
+
+
+def on_mesh(objective, params, constants, mesh):
+    """`objective` for the parts of arrays that the devices of `mesh` hold."""
+    shardings = parameter_shardings(nnx.merge_state(params, constants), mesh, trained=True)
+    return dataclasses.replace(objective, layout=layout(shardings, mesh))
 
 
 def trimmed(drafter, target_ids: np.ndarray):
@@ -73,7 +82,15 @@ def streams(objective, params, constants, frozen, batch):
     """The un-normed streams of every step, (B, S, H) each."""
     drafter = nnx.merge(objective.drafter_def, params, constants)
     taps = objective.teach(constants, frozen, batch)["taps"]
-    return unroll(drafter, batch, taps, steps=objective.ttt.length, dtype=objective.dtype)
+    return unroll(
+        drafter,
+        batch,
+        taps,
+        drafter.embed_tokens(batch["token_ids"], objective.dtype),
+        drafter.embed_tokens(np.int32(0), objective.dtype),
+        steps=objective.ttt.length,
+        attend=attend_unroll(batch["segment_ids"]),
+    )
 
 
 def worst_gradient_error(grads, expected) -> float:

@@ -10,7 +10,7 @@ from osprey_jax.objectives.ttt import supervised
 from osprey_jax.training.mesh import make_mesh, parameter_shardings
 from osprey_jax.training.optimizer import learning_rate, make_optimizer
 from osprey_jax.training.state import make_train_step, new_state
-from tests.objectives.cases import EXACT, RELEASED, golden_objective, loss_and_grads, relative, streams
+from tests.objectives.cases import EXACT, RELEASED, golden_objective, loss_and_grads, on_mesh, relative, streams
 
 CASES = [("converted", RELEASED), ("perturbed", RELEASED), ("perturbed_exact", EXACT)]
 each_case = pytest.mark.parametrize(("name", "ttt"), CASES, ids=[name for name, _ in CASES])
@@ -65,8 +65,9 @@ def test_twelve_optimizer_steps(golden, golden_batch):
     optimizer = make_optimizer(config, steps=20)
     rate = learning_rate(config, steps=20)
     state = new_state(place(params, True), constants, optimizer)
-    step = make_train_step(objective, optimizer, mesh)
     frozen, batch = place(frozen, False), {name: value[None] for name, value in golden_batch.items()}
+    objective = on_mesh(objective, params, constants, mesh)
+    step = make_train_step(objective, optimizer, mesh, state, frozen)
     for i in range(12):
         state, metrics = step(state, frozen, batch)
         golden_loss = np.sum(expected["step_loss"][i] * 0.8 ** np.arange(5))
