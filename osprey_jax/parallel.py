@@ -18,9 +18,9 @@ DATA, TENSOR = "data", "tensor"
 BOTH = (DATA, TENSOR)
 
 
-def gather_rows(x_Bx: jax.Array, axis: str | None) -> jax.Array:
-    """The rows (leading axis) of all devices along the mesh's `axis`, in their order."""
-    return x_Bx if axis is None else lax.all_gather(x_Bx, axis, axis=0, tiled=True)
+def gather_rows(x_Bx: jax.Array, axis: str | None, *, dimension: int = 0) -> jax.Array:
+    """The rows (entries along `dimension`) of all devices along the mesh's `axis`, in their order."""
+    return x_Bx if axis is None else lax.all_gather(x_Bx, axis, axis=dimension, tiled=True)
 
 
 def scatter_rows(x_Bx: jax.Array, axis: str | None) -> jax.Array:

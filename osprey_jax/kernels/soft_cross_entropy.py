@@ -221,10 +221,8 @@ class _Chunks:
     def take(self, i: jax.Array, x: jax.Array, leading: int = 0) -> jax.Array:
         """Chunk i of x, whose axis `leading` (0 or 1) is N; zeros beyond the wanted positions."""
         positions_C = lax.dynamic_slice_in_dim(self._positions, i * self.size, self.size)
-        if leading:
-            x = x.at[:, positions_C].get(mode="fill", fill_value=0)
-            return jnp.swapaxes(gather_rows(jnp.swapaxes(x, 0, 1), self._axis), 0, 1) if self._axis else x
-        return gather_rows(x.at[positions_C].get(mode="fill", fill_value=0), self._axis)
+        chosen = jnp.take(x, positions_C, axis=leading, mode="fill", fill_value=0)
+        return gather_rows(chosen, self._axis, dimension=leading)
 
     def own(self, x_C: jax.Array) -> jax.Array:
         """This device's positions of a chunk."""
