@@ -11,13 +11,12 @@ a block, R = Q * M rows of a block (the M query heads of a position and key/valu
 import jax
 import jax.numpy as jnp
 
-_BLOCK = 256  # positions: scores of a pair of blocks, (B, N, Q, Q) in float32, exist at one time
 _MASKED = -1e30  # finite: a row that sees nothing of a block gives no NaN
 
 
 def forward(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, start_BxS):
     B, S, N, h = q_BxSxNxh.shape
-    size, G, dtype = _block_size(S), k_BxSxGxh.shape[2], v_BxSxGxh.dtype
+    size, G, dtype = _block_size(S, h), k_BxSxGxh.shape[2], v_BxSxGxh.dtype
     q, k, v = (_heads_to_blocks(x, G, size) for x in (q_BxSxNxh, k_BxSxGxh, v_BxSxGxh))
     start_JxBxR = _rows_of_positions(start_BxS, N // G, size)
     J, _, _, R, _ = q.shape
@@ -25,7 +24,9 @@ def forward(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, start_BxS):
     def query_block(i):
         def add_keys(j, carry):
             out_BxGxRxh, max_BxGxR, sum_BxGxR = carry
-            scores_BxGxRxQ = _scores(q[i], k[j], start_JxBxR[i], i, j)
+            seen_BxRxQ = _seen(start_JxBxR[i], i, j, size)
+            scores_BxGxRxQ = _product("bgrh,bgqh->bgrq", q[i], k[j]) * h**-0.5
+            scores_BxGxRxQ = jnp.where(seen_BxRxQ[:, None], scores_BxGxRxQ, _MASKED)
             new_max_BxGxR = jnp.maximum(max_BxGxR, scores_BxGxRxQ.max(axis=-1))
             weights_BxGxRxQ = jnp.exp(scores_BxGxRxQ - new_max_BxGxR[..., None])
             shrink_BxGxR = jnp.exp(max_BxGxR - new_max_BxGxR)
@@ -33,7 +34,11 @@ def forward(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, start_BxS):
             out_BxGxRxh = out_BxGxRxh * shrink_BxGxR[..., None] + values_BxGxRxh
             return out_BxGxRxh, new_max_BxGxR, sum_BxGxR * shrink_BxGxR + weights_BxGxRxQ.sum(axis=-1)
 
-        start = (jnp.zeros((B, G, R, h), jnp.float32), jnp.full((B, G, R), _MASKED), jnp.zeros((B, G, R), jnp.float32))
+        start = (
+            jnp.zeros((B, G, R, h), jnp.float32),
+            jnp.full((B, G, R), _MASKED, jnp.float32),
+            jnp.zeros((B, G, R), jnp.float32),
+        )
         out, max_, sum_ = jax.lax.fori_loop(start_JxBxR[i].min() // size, i + 1, add_keys, start)
         return (out / sum_[..., None]).astype(q.dtype), max_, sum_
 
@@ -44,25 +49,28 @@ def forward(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, start_BxS):
 
 def backward(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, start_BxS, out_BxSxNxh, residuals, dout_BxSxNxh):
     B, S, N, h = q_BxSxNxh.shape
-    size, G, dtype = _block_size(S), k_BxSxGxh.shape[2], q_BxSxNxh.dtype
+    size, G, dtype = _block_size(S, h), k_BxSxGxh.shape[2], q_BxSxNxh.dtype
     q, k, v, dout = (_heads_to_blocks(x, G, size) for x in (q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, dout_BxSxNxh))
     start_JxBxR = _rows_of_positions(start_BxS, N // G, size)
     delta_BxSxN = jnp.sum(out_BxSxNxh.astype(jnp.float32) * dout_BxSxNxh.astype(jnp.float32), axis=-1)
     max_BxNxS, sum_BxNxS = residuals
     # Rows that pad the last block have no gradient, since their `dout` is zero.
     lse_BxSxN = jnp.moveaxis(max_BxNxS + jnp.log(sum_BxNxS), 1, 2)
-    lse, delta = (_heads_to_blocks(x[..., None], G, size) for x in (lse_BxSxN, delta_BxSxN))
+    lse, delta = (_heads_to_blocks(x[..., None], G, size).swapaxes(3, 4) for x in (lse_BxSxN, delta_BxSxN))
     J, _, _, R, _ = q.shape
 
     def query_block(carry, i):
+        # Keys before queries: of the products, only dq then contracts the rows of both factors, which CPUs are slow at.
         def add_keys(j, carry):
             dq_BxGxRxh, dk, dv = carry
-            weights_BxGxRxQ = jnp.exp(_scores(q[i], k[j], start_JxBxR[i], i, j) - lse[i])
-            dweights_BxGxRxQ = _product("bgrh,bgqh->bgrq", dout[i], v[j])
-            dscores_BxGxRxQ = (weights_BxGxRxQ * (dweights_BxGxRxQ - delta[i]) * h**-0.5).astype(dtype)
-            dq_BxGxRxh += _product("bgrq,bgqh->bgrh", dscores_BxGxRxQ, k[j])
-            dk = dk.at[j].add(_product("bgrq,bgrh->bgqh", dscores_BxGxRxQ, q[i]))
-            dv = dv.at[j].add(_product("bgrq,bgrh->bgqh", weights_BxGxRxQ.astype(dtype), dout[i]))
+            seen_BxQxR = _seen(start_JxBxR[i], i, j, size).swapaxes(1, 2)
+            scores_BxGxQxR = _product("bgqh,bgrh->bgqr", k[j], q[i]) * h**-0.5
+            weights_BxGxQxR = jnp.where(seen_BxQxR[:, None], jnp.exp(scores_BxGxQxR - lse[i]), 0)
+            dweights_BxGxQxR = _product("bgqh,bgrh->bgqr", v[j], dout[i])
+            dscores_BxGxQxR = (weights_BxGxQxR * (dweights_BxGxQxR - delta[i]) * h**-0.5).astype(dtype)
+            dq_BxGxRxh += _product("bgqr,bgqh->bgrh", dscores_BxGxQxR, k[j])
+            dk = dk.at[j].add(_product("bgqr,bgrh->bgqh", dscores_BxGxQxR, q[i]))
+            dv = dv.at[j].add(_product("bgqr,bgrh->bgqh", weights_BxGxQxR.astype(dtype), dout[i]))
             return dq_BxGxRxh, dk, dv
 
         start = (jnp.zeros((B, G, R, h), jnp.float32), *carry)
@@ -78,22 +86,21 @@ def backward(q_BxSxNxh, k_BxSxGxh, v_BxSxGxh, start_BxS, out_BxSxNxh, residuals,
     )
 
 
-def _scores(q_BxGxRxh, k_BxGxQxh, start_BxR, i, j) -> jax.Array:
-    """Logits (B, G, R, Q) of query block i against key block j, float32, where R holds Q * M rows."""
-    R, Q = start_BxR.shape[1], k_BxGxQxh.shape[2]
-    index_R, key_Q = i * Q + jnp.arange(R) // (R // Q), j * Q + jnp.arange(Q)
-    seen_BxRxQ = (key_Q <= index_R[:, None]) & (key_Q >= start_BxR[..., None])
-    scores_BxGxRxQ = _product("bgrh,bgqh->bgrq", q_BxGxRxh, k_BxGxQxh) * q_BxGxRxh.shape[-1] ** -0.5
-    return jnp.where(seen_BxRxQ[:, None], scores_BxGxRxQ, _MASKED)
+def _seen(start_BxR: jax.Array, i: jax.Array, j: jax.Array, size: int) -> jax.Array:
+    """Which keys of block j a row of query block i sees, bool (B, R, Q)."""
+    R = start_BxR.shape[1]
+    index_R, key_Q = i * size + jnp.arange(R) // (R // size), j * size + jnp.arange(size)
+    return (key_Q <= index_R[:, None]) & (key_Q >= start_BxR[..., None])
 
 
 def _product(subscripts: str, x: jax.Array, y: jax.Array) -> jax.Array:
     return jnp.einsum(subscripts, x, y, preferred_element_type=jnp.float32)
 
 
-def _block_size(S: int) -> int:
-    """As even as blocks of at most `_BLOCK` can be."""
-    blocks = -(-S // _BLOCK)
+def _block_size(S: int, h: int) -> int:
+    """Positions: as even as blocks can be. Scores of a pair of blocks, (B, N, Q, Q) in float32, exist at one time."""
+    largest = 256 if h >= 64 else 128  # the faster on CPUs
+    blocks = -(-S // largest)
     return -(-S // blocks)
 
 
