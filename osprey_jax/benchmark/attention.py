@@ -78,9 +78,9 @@ def measure(S: int, N: int, G: int, h: int, *, dtype, kernels: list[str], segmen
     for kernel in kernels:
         ours, size = side(partial(attend_unroll, kernel=kernel))
         pairs = alternate(ours, dense, repeats)
-        ratios = (speedup(pairs)[0], None if on_gpu else speedup(pairs)[1])
+        by_clock, by_cpu = speedup(pairs)
         times = [1e3 * min(pair[i].wall for pair in pairs) if on_gpu else None for i in range(2)]
-        rows.append((S, kernel, *ratios, size, , dense_size, *times))
+        rows.append((S, kernel, by_clock, None if on_gpu else by_cpu, size, dense_size, *times))
     return rows
 
 
