@@ -55,8 +55,8 @@ def prepare(patterns: list[str], recipe: Recipe, cache_dir: Path, processes: int
         recipe.check(path)
     stamps = _stamps(paths)
     facts = _facts(paths, recipe)
-    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
-    directory = cache_dir.expanduser() / key
+    directory = _directory(facts, cache_dir)
+    key = directory.name
     if not (directory / MANIFEST).is_file():
         directory.parent.mkdir(parents=True, exist_ok=True)
         with _locked(directory.with_name(f".{key}.lock")):
@@ -71,6 +71,19 @@ def prepare(patterns: list[str], recipe: Recipe, cache_dir: Path, processes: int
                     raise UserError(f"{', '.join(patterns)}: the files changed while they were read; run again")
                 _finish(work, directory, facts, patterns)
     return Rows(directory)
+
+
+def find_prepared(patterns: list[str], recipe: Recipe, cache_dir: Path) -> Rows | None:
+    """What `prepare` would give if it had nothing to do, else None. Raises `UserError` as it does, writes nothing."""
+    if not cache_dir.expanduser().is_dir():
+        return None
+    directory = _directory(_facts(find_files(patterns), recipe), cache_dir)
+    return Rows(directory) if (directory / MANIFEST).is_file() else None
+
+
+def _directory(facts: dict[str, Any], cache_dir: Path) -> Path:
+    key = hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()[:32]
+    return cache_dir.expanduser() / key
 
 
 def _stamps(paths: list[Path]) -> list[list[int]]:
