@@ -7,8 +7,9 @@ import sys
 from pathlib import Path
 
 import jax.numpy as jnp
-import numerics
 import pytest
+
+from tests.gpu import numerics
 
 SCRIPT = Path(__file__).with_name("run.sh")
 
