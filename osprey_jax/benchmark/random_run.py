@@ -14,6 +14,7 @@ from jax.sharding import Mesh
 from osprey_jax.config import Run
 from osprey_jax.kernels.precision import exact_products
 from osprey_jax.objectives.objective import Objective
+from osprey_jax.training.compilation import compiled
 from osprey_jax.training.mesh import rows_over
 from osprey_jax.training.optimizer import make_optimizer
 from osprey_jax.training.stages import Design
@@ -64,7 +65,7 @@ class RandomRun:
         batch = {name: x[None] for name, x in random_batch(**rows, vocab=1, segment=1).items()}
         like = {name: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=self._rows) for name, x in batch.items()}
         with exact_products(self._dtype):
-            self._step = train_step.lower(self._state, self.frozen, like).compile()
+            self._step = compiled(train_step, self._state, self.frozen, like)
 
     @property
     def _rows(self):

@@ -61,6 +61,7 @@ def our_step(shape: StepShape, chunk: int):
     from osprey_jax.models.transformer import TransformerConfig
     from osprey_jax.objectives.shift import shift_left
     from osprey_jax.objectives.ttt import Distillation
+    from osprey_jax.training.compilation import compiled
     from osprey_jax.training.mesh import layout, make_mesh, parameter_shardings, replicated, rows_over
     from osprey_jax.training.optimizer import make_optimizer
     from osprey_jax.training.state import make_train_step, new_state
@@ -124,10 +125,11 @@ def our_step(shape: StepShape, chunk: int):
     params, constants = nnx.split_state(state, nnx.Param, ...)
     current = [new_state(params, constants, optimizer)]
     train_step = make_train_step(objective, optimizer, mesh, current[0], frozen)
+    with exact_products(jnp.dtype("float32")):
+        train_step = compiled(train_step, current[0], frozen, batch)
 
     def step() -> float:
-        with exact_products(jnp.dtype("float32")):
-            new, metrics = train_step(current.pop(), frozen, batch)
+        new, metrics = train_step(current.pop(), frozen, batch)
         current.append(jax.block_until_ready(new))
         return float(metrics["loss"])
 
