@@ -17,7 +17,7 @@ import pytest
 
 from osprey_jax.command import UserError
 from osprey_jax.data import preparation
-from osprey_jax.data.preparation import prepare
+from osprey_jax.data.preparation import find_prepared, prepare
 from osprey_jax.data.recipes import TextRecipe
 from osprey_jax.data.rows import LENGTH_EDGES, MANIFEST, REJECTED, Rows
 from tests.conftest import GOLDEN
@@ -407,3 +407,14 @@ def test_an_error_of_a_worker_is_the_same_one_line(tmp_path, small_blocks):
             prepare(
                 [str(path)], dataclasses.replace(recipe(), tokenizer=tokenizer), tmp_path / str(processes), processes
             )
+
+
+def test_finding_what_is_prepared_makes_nothing(tmp_path):
+    """A plan asks for the rows of a run without the work that makes them."""
+    arguments = [str(write(tmp_path / "a.jsonl", 12))], recipe(), tmp_path / "cache"
+    assert find_prepared(*arguments) is None
+    assert not arguments[2].exists()
+    rows = prepare(*arguments, 1)
+    assert len(find_prepared(*arguments)) == len(rows)
+    write(tmp_path / "a.jsonl", 13)
+    assert find_prepared(*arguments) is None
