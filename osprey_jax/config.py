@@ -93,6 +93,7 @@ class Run(Section):
     log_every: Positive = 10
     checkpoints: Checkpoints = Checkpoints()
     mesh: Mesh = Mesh()
+    compilation_cache: Path | None = None  # a directory for what XLA compiles, so that going on does not compile again
     compute_dtype: Literal["float32", "bfloat16"] = "float32"  # of products; masters and sums are float32
     attention: Literal["auto", "xla", "mosaic"] = "auto"  # kernel; auto: mosaic (Hopper GPUs, tokamax) where it runs
     remat: Literal["none", "mlp", "layer"] = "none"  # what the backward pass computes again, to save memory
@@ -105,8 +106,10 @@ class Run(Section):
             raise ValueError(f"accumulation {self.accumulation} does not divide batch_size {self.batch_size}")
         if self.eval_every is not None and not self.data.eval:
             raise ValueError("eval_every is set, but data.eval names no file")
-        if self.data.cache_dir.resolve().is_relative_to(self.run_dir.resolve()):
-            raise ValueError(f"data.cache_dir {self.data.cache_dir} lies in run_dir, which holds the run alone")
+        caches = {"data.cache_dir": self.data.cache_dir, "compilation_cache": self.compilation_cache}
+        for key, cache in caches.items():
+            if cache is not None and cache.resolve().is_relative_to(self.run_dir.resolve()):
+                raise ValueError(f"{key} {cache} lies in run_dir, which holds the run alone")
         return self
 
 

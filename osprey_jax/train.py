@@ -1,12 +1,28 @@
 """Train a backbone on text (`stage: pretrain`) or a drafter on conversations (`stage: distill`)."""
 
-from osprey_jax.command import run
-from osprey_jax.config import TrainConfig, parse_arguments
+import os
+
+from osprey_jax.command import UserError, run
+from osprey_jax.config import TrainConfig, config_parser, load_config
 
 
 def main() -> None:
-    config = parse_arguments("osprey_jax.train", __doc__, TrainConfig)
+    parser = config_parser("osprey_jax.train", __doc__)
+    parser.add_argument(
+        "--distributed",
+        action="store_true",
+        help="one of several processes: found through Slurm, Open MPI or Kubernetes, or told by "
+        "JAX_COORDINATOR_ADDRESS (host:port of the first), JAX_NUM_PROCESSES and JAX_PROCESS_ID",
+    )
+    arguments = parser.parse_args()
+    config = load_config(arguments.config, arguments.overrides, TrainConfig)
     # Here, since processes that prepare data import this module too, and have no need of JAX.
+    import jax
+
+    if config.compilation_cache is not None:
+        jax.config.update("jax_compilation_cache_dir", str(config.compilation_cache.absolute()))
+    if arguments.distributed:
+        _join()
     from osprey_jax.training import stages
     from osprey_jax.training.loop import check_run_directory, train
     from osprey_jax.training.mesh import make_mesh
@@ -14,6 +30,22 @@ def main() -> None:
     check_run_directory(config.run_dir)
     mesh = make_mesh(config.mesh, rows=config.batch_size // config.accumulation)
     train(config, stages.set_up(config, mesh), mesh)
+
+
+def _join() -> None:
+    """Become one of the processes of a run. `UserError` where they cannot be found."""
+    import jax
+
+    told = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
+    try:
+        numbers = {name: int(os.environ[variable]) for name, variable in told.items() if variable in os.environ}
+        jax.distributed.initialize(**numbers)
+    except Exception as error:  # of JAX, of its coordination service, or of a number that is none
+        reason = (str(error).splitlines() or [type(error).__name__])[0]
+        raise UserError(
+            f"--distributed: the other processes were not found ({reason}); start it with srun or mpirun, or set "
+            "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID for each process"
+        ) from error
 
 
 if __name__ == "__main__":

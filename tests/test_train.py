@@ -1,6 +1,7 @@
 """`train` on the golden models: runs, goes on, refuses. One process, tiny steps."""
 
 import json
+import os
 import re
 import shutil
 import subprocess
@@ -102,21 +103,21 @@ def test_distillation_learns_and_exports(distill, tmp_path):
 def test_goes_on_after_a_stop(distill, tmp_path, monkeypatch):
     """A stopped run, run again, ends with the weights and losses of one that was not stopped."""
     distill(f"run_dir={tmp_path / 'whole'}")
-    update = loop.make_train_step
+    compiled = loop.compiled
 
     def stopping(*arguments):
-        step = update(*arguments)
+        step = compiled(*arguments)
 
         def then_stop(state, *rest):
             state, result = step(state, *rest)
             if int(state.step) == 3:
-                monkeypatch.setattr(loop, "make_train_step", update)
+                monkeypatch.setattr(loop, "compiled", compiled)
                 loop.signal.raise_signal(loop.signal.SIGTERM)
             return state, result
 
         return then_stop
 
-    monkeypatch.setattr(loop, "make_train_step", stopping)
+    monkeypatch.setattr(loop, "compiled", stopping)
     status, out, _ = distill()
     assert status == 0 and "stopped at step 3 of 6, saved" in out
     status, out, _ = distill()
@@ -415,3 +416,75 @@ def test_file_that_cannot_be_written(distill, tmp_path):
 def test_malformed_drafter_config(distill, tmp_path, change, word):
     other = changed(tmp_path, CASE / "expected" / "converted", **change)
     assert_refused(distill(f"drafter.checkpoint={other}"), tmp_path, word)
+
+
+def test_one_compilation_a_run(distill, monkeypatch):
+    """Of the update, ahead of the first step, and of the evaluation, whatever comes between the steps."""
+    made, compilations, compiled = [], [], loop.compiled
+    keep = lambda make: lambda *arguments: made.append(make(*arguments)) or made[-1]
+    for name in ("make_train_step", "make_eval_step"):
+        monkeypatch.setattr(loop, name, keep(getattr(loop, name)))
+    monkeypatch.setattr(loop, "compiled", lambda *arguments: compilations.append(0) or compiled(*arguments))
+    assert distill("eval_every=2")[0] == 0
+    assert len(compilations) == 1
+    assert [step._cache_size() for step in made] == [0, 1]  # the update runs as it was compiled ahead
+
+
+def test_only_metrics_come_back(distill, monkeypatch):
+    """In the steady state nothing moves between host and devices unless the loop says so."""
+    compiled = loop.compiled
+
+    def guarded(*arguments):
+        step, calls = compiled(*arguments), []
+
+        def run(*arguments):
+            calls.append(0)
+            result = step(*arguments)
+            if len(calls) == 2:
+                loop.jax.config.update("jax_transfer_guard", "disallow")
+            if len(calls) == 6:
+                loop.jax.config.update("jax_transfer_guard", "allow")
+            return result
+
+        return run
+
+    monkeypatch.setattr(loop, "compiled", guarded)
+    try:
+        status, out, error = distill("checkpoints.every=100")
+        assert status == 0, out + error
+    finally:
+        loop.jax.config.update("jax_transfer_guard", "allow")
+
+
+def test_the_next_batch_is_fetched_while_a_step_runs(distill, monkeypatch):
+    """Step n is under way before batch n+1 is asked for, and its metrics are read after step n+1 is."""
+    events = []
+    note = lambda name, function: lambda *arguments: events.append(name) or function(*arguments)
+    compiled = loop.compiled
+    monkeypatch.setattr(loop, "compiled", lambda *arguments: note("step", compiled(*arguments)))
+    monkeypatch.setattr(loop, "_fetch", note("fetch", loop._fetch))
+    monkeypatch.setattr(loop._Unread, "read", note("read", loop._Unread.read))
+    assert distill("checkpoints.every=100", "steps=4")[0] == 0
+    first, middle, last = ["fetch", "step", "fetch"], ["step", "fetch", "read"] * 2, ["step", "read", "read"]
+    assert events == first + middle + last
+
+
+def test_compiled_once_for_all_runs(distill, tmp_path):
+    """With a compilation cache the second process finds what the first compiled."""
+    cache = tmp_path / "compiled"
+    assert distill("steps=0")[0] == 0  # prepares, and writes the config
+    command = [sys.executable, "-m", "osprey_jax.train", "--config", str(tmp_path / "distill.yaml")]
+    command += ["steps=1", f"compilation_cache={cache}"]
+    environment = os.environ | {"JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0"}
+    found = []
+    for run in ("first", "second"):
+        subprocess.run([*command, f"run_dir={tmp_path / run}"], env=environment, check=True, capture_output=True)
+        found.append({path.name for path in cache.iterdir() if not path.name.endswith("-atime")})
+    assert any("train_step" in name for name in found[0])
+    assert found[1] == found[0]
+
+
+def test_a_cache_in_the_run_is_refused(distill, tmp_path):
+    """The run directory holds the run alone."""
+    status, _, error = distill(f"compilation_cache={tmp_path / 'run' / 'compiled'}")
+    assert status == 2 and "compilation_cache" in error and "lies in run_dir" in error

@@ -8,7 +8,6 @@ import dataclasses
 import json
 import math
 import signal
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -17,8 +16,6 @@ from typing import Any
 import jax
 import numpy as np
 import yaml
-from tensorboardX import SummaryWriter
-from tqdm import tqdm
 
 from osprey_jax.command import UserError
 from osprey_jax.config import Run
@@ -29,7 +26,9 @@ from osprey_jax.files import new_file, write_json, write_text
 from osprey_jax.kernels.precision import exact_products
 from osprey_jax.reports.data import describe
 from osprey_jax.training.checkpoint import Checkpoints, saved_steps
-from osprey_jax.training.mesh import rows_over
+from osprey_jax.training.compilation import compiled
+from osprey_jax.training.log import Log
+from osprey_jax.training.mesh import replicated, rows_over
 from osprey_jax.training.optimizer import learning_rate, make_optimizer
 from osprey_jax.training.stages import Stage
 from osprey_jax.training.state import abstract_state, make_eval_step, make_train_step, new_state
@@ -37,7 +36,7 @@ from osprey_jax.training.state import abstract_state, make_eval_step, make_train
 # What may differ between a run and its continuation: where and how often, not what is computed.
 FREE_KEYS = {
     **dict.fromkeys(("run_dir", "log_every", "eval_every", "checkpoints"), True),
-    **dict.fromkeys(("mesh", "accumulation", "loss_chunk", "attention", "remat"), True),
+    **dict.fromkeys(("mesh", "accumulation", "loss_chunk", "attention", "remat", "compilation_cache"), True),
     "ttt": {"loss_chunk"},
     "data": {"train", "eval", "cache_dir", "processes"},  # the rows have a fingerprint
 }
@@ -56,7 +55,7 @@ def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
     if config.epochs is not None and steps == 0:
         raise UserError(f"{len(stage.rows)} rows x {config.epochs} epochs make no batch of {config.batch_size} rows")
     optimizer = make_optimizer(config.optimizer, steps)
-    rate = learning_rate(config.optimizer, steps)
+    rate = learning_rate(config.optimizer, steps, np)
     shapes = abstract_state(*stage.design.abstract, optimizer)
     train_step = make_train_step(stage.design.objective, optimizer, mesh, shapes, stage.design.frozen)
     eval_step = make_eval_step(stage.design.objective, mesh, shapes, stage.design.frozen)
@@ -73,9 +72,9 @@ def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
             _describe(config, stage)
         _print_plan(config, stage, mesh, steps, start)
         if restored and start >= steps:
-            print(f"already at step {start} of {steps}: nothing to do")
+            _say(f"already at step {start} of {steps}: nothing to do")
             return
-        log = stack.enter_context(_Log(config.run_dir, start, steps, config.log_every))
+        log = stack.enter_context(Log(config.run_dir, start, steps, config.log_every))
         stopped = stack.enter_context(_stop_signals())
         stack.enter_context(exact_products(jax.numpy.dtype(config.compute_dtype)))
         source = batches(
@@ -86,19 +85,23 @@ def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
             process_index=jax.process_index(),
             process_count=jax.process_count(),
         )
+        anyone_stops = _agreement(mesh)
+        coming = None
+        if start < steps:
+            coming = _fetch(source, mesh, config.accumulation)
+            train_step = compiled(train_step, state, stage.frozen, coming.arrays)
         unread: _Unread | None = None
         for step in range(start + 1, steps + 1):
-            asked = time.perf_counter()
-            batch = next(source)
-            waited = time.perf_counter() - asked
-            row_numbers = batch.pop("row")
-            tokens = int(np.count_nonzero(batch["segment_ids"])) * jax.process_count()
-            state, metrics = train_step(state, stage.frozen, _place(batch, mesh, config.accumulation))
+            batch, last = coming, step == steps
+            state, metrics = train_step(state, stage.frozen, batch.arrays)
+            stop = anyone_stops(stopped())
+            # While the devices are at it:
+            coming = None if last else _fetch(source, mesh, config.accumulation)
             if unread is not None:
                 unread.read(stage, log)
-            unread = _Unread(step, metrics, row_numbers, tokens, waited, float(rate(step - 1)))
+            stopping = stopped() if stop is None else unread is not None and unread.stops()
+            unread = _Unread(step, metrics, stop, batch, float(rate(step - 1)))
 
-            last, stopping = step == steps, stopped()
             evaluates = last or (config.eval_every is not None and step % config.eval_every == 0)
             if last or stopping or evaluates or step % config.checkpoints.every == 0:
                 unread.read(stage, log)  # a state is saved only once its metrics are known to be finite
@@ -114,27 +117,46 @@ def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
                 checkpoints.save(step, state, facts)
             if stopping and not last:
                 checkpoints.wait()
-                print(f"stopped at step {step} of {steps}, saved; run the same command to go on")
+                _say(f"stopped at step {step} of {steps}, saved; run the same command to go on")
                 return
         if steps == 0:
             checkpoints.save(0, state, facts)
         checkpoints.wait()
-    print(f"done: step {steps}, saved in {config.run_dir / 'checkpoints'}")
+    _say(f"done: step {steps}, saved in {config.run_dir / 'checkpoints'}")
 
 
 def evaluate(
     stage: Stage, eval_step: Callable, state: Any, mesh: jax.sharding.Mesh, rows: int, stopped: Callable[[], bool]
 ) -> dict[str, float] | None:
-    """Means over all held-out rows, `rows` of them at a time; None once `stopped`."""
+    """Means over all held-out rows, `rows` of them at a time; None once `stopped` (where one process runs alone)."""
     totals = None
     process = {"process_index": jax.process_index(), "process_count": jax.process_count()}
     for batch in eval_batches(stage.eval_rows, rows, **process):
         batch.pop("row")
-        if stopped():
+        if jax.process_count() == 1 and stopped():
             return None
         metrics = eval_step(state, stage.frozen, jax.tree.map(lambda x: x[0], _place(batch, mesh, 1)))
         totals = metrics if totals is None else jax.tree.map(jax.numpy.add, totals, metrics)
     return stage.design.objective.report(jax.device_get(totals))
+
+
+@dataclasses.dataclass(frozen=True)
+class _Batch:
+    """A batch on its way to the devices."""
+
+    arrays: dict[str, jax.Array]  # (parts, rows of a part, S), over all devices
+    row_numbers: np.ndarray  # of this process
+    tokens: int  # of all processes, taken to have as many each
+    waited: float  # seconds
+
+
+def _fetch(source: Iterator[dict[str, np.ndarray]], mesh: jax.sharding.Mesh, parts: int) -> _Batch:
+    asked = time.perf_counter()
+    batch = next(source)
+    row_numbers = batch.pop("row")
+    tokens = int(np.count_nonzero(batch["segment_ids"])) * jax.process_count()
+    arrays = _place(batch, mesh, parts)
+    return _Batch(arrays, row_numbers, tokens, time.perf_counter() - asked)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -143,22 +165,24 @@ class _Unread:
 
     step: int
     metrics: dict[str, jax.Array]
-    row_numbers: np.ndarray
-    tokens: int
-    waited: float  # seconds for the batch
+    stop: jax.Array | None  # how many devices' processes were told to stop; None: there is one process
+    batch: _Batch
     rate: float
 
-    def read(self, stage: Stage, log: "_Log") -> None:
+    def stops(self) -> bool:
+        return bool(jax.device_get(self.stop) > 0)
+
+    def read(self, stage: Stage, log: Log) -> None:
         """Log the step. `UserError` where its loss or gradient is not finite."""
         metrics = jax.device_get(self.metrics)
         if not math.isfinite(metrics["loss"]) or not math.isfinite(metrics["grad_norm"]):
-            ids = ", ".join(name for row in self.row_numbers[:16] for name in stage.rows.records(row))
+            ids = ", ".join(name for row in self.batch.row_numbers[:16] for name in stage.rows.records(row))
             raise UserError(
                 f"step {self.step}: loss {metrics['loss']}, gradient norm {metrics['grad_norm']}; nothing of it is "
                 f"saved. Its rows: {ids}. Lower optimizer.learning_rate, or look at these records"
             )
         values = stage.design.objective.report(metrics) | {"grad_norm": float(metrics["grad_norm"])}
-        log.update(self.step, values | {"learning_rate": self.rate}, self.tokens, self.waited)
+        log.update(self.step, values | {"learning_rate": self.rate}, self.batch.tokens, self.batch.waited)
 
 
 def _place(batch: dict[str, np.ndarray], mesh: jax.sharding.Mesh, parts: int) -> dict[str, jax.Array]:
@@ -166,6 +190,23 @@ def _place(batch: dict[str, np.ndarray], mesh: jax.sharding.Mesh, parts: int) ->
     sharding = rows_over(mesh, leading=1)
     parted = {name: array.reshape(parts, -1, array.shape[-1]) for name, array in batch.items()}
     return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in parted.items()}
+
+
+def _agreement(mesh: jax.sharding.Mesh) -> Callable[[bool], jax.Array | None]:
+    """A function from what this process was told to what all were, to be read when the step's metrics are.
+
+    A signal reaches one process; all must leave the loop after the same step, and none may wait for the others.
+    """
+    if jax.process_count() == 1:
+        return lambda mine: None
+    sharding = rows_over(mesh)
+    add = jax.jit(jax.numpy.sum, out_shardings=replicated(mesh))
+
+    def ask(mine: bool) -> jax.Array:
+        own = np.full(jax.local_device_count(), mine, np.int32)
+        return add(jax.make_array_from_process_local_data(sharding, own))
+
+    return ask
 
 
 # ---- the run directory
@@ -241,7 +282,13 @@ def _print_plan(config: Run, stage: Stage, mesh: jax.sharding.Mesh, steps: int, 
         *stage.notes,
         f"steps {start}..{steps}, {config.batch_size} rows each in {config.accumulation} part(s)",
     ]
-    print("\n".join(lines), flush=True)
+    _say("\n".join(lines))
+
+
+def _say(text: str) -> None:
+    """To the console, once for all processes."""
+    if jax.process_index() == 0:
+        print(text, flush=True)
 
 
 @contextlib.contextmanager
@@ -260,76 +307,3 @@ def _stop_signals() -> Iterator[Callable[[], bool]]:
     finally:
         for name, handler in before.items():
             signal.signal(name, handler)
-
-
-class _Log:
-    """Progress on the console, `metrics.jsonl` and TensorBoard. The first process writes, the others are silent."""
-
-    def __init__(self, run_dir: Path, start: int, steps: int, every: int):
-        self._every, self._steps, self._start = every, steps, start
-        self._tokens, self._waited, self._since = 0, 0.0, time.perf_counter()
-        self._active = jax.process_index() == 0
-        if self._active:
-            path = run_dir / "metrics.jsonl"
-            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= start] if path.exists() else []
-            write_text(path, "".join(f"{line}\n" for line in kept))  # without what a lost part of the run wrote
-            self._file = path.open("a")
-            self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start)
-        self._bar = tqdm(total=steps, initial=start, unit="step", disable=not self._active or not sys.stderr.isatty())
-
-    def update(self, step: int, values: dict[str, float], tokens: int, waited: float) -> None:
-        self._tokens, self._waited = self._tokens + tokens, self._waited + waited
-        self._bar.set_postfix_str(f"loss {values['loss']:.3f}", refresh=False)
-        self._bar.update(step - self._bar.n)
-        # The first step compiles: it says nothing of the speed.
-        first = step == self._start + 1
-        if step % self._every == 0 or first or step == self._steps:
-            now = time.perf_counter()
-            passed = now - self._since
-            speed = {"tokens_per_second": self._tokens / passed, "data_wait": self._waited / passed}
-            speed = {} if first else speed
-            self._tokens, self._waited, self._since = 0, 0.0, now
-            self._write("train", step, values | speed)
-
-    def evaluation(self, step: int, values: dict[str, float], took: float) -> None:
-        self._write("eval", step, values)
-        self._since += took
-
-    def _write(self, split: str, step: int, values: dict[str, float]) -> None:
-        if not self._active:
-            return
-        self._file.write(json.dumps({"step": step, "split": split} | values) + "\n")
-        self._file.flush()
-        for name, value in values.items():
-            self._board.add_scalar(f"{split}/{name}", value, step)
-        tqdm.write(f"{split} {step}/{self._steps}  {_shown(values)}", file=sys.stdout)
-        sys.stdout.flush()
-
-    def __enter__(self) -> "_Log":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self._bar.close()
-        if self._active:
-            self._file.close()
-            self._board.close()
-
-
-def _shown(values: dict[str, float]) -> str:
-    """`loss 2.31  accuracy 0.42 0.35 0.31  1,234 tokens/s`: what belongs to the steps of an unroll in one place."""
-    series: dict[str, list[str]] = {}
-    for name, value in values.items():
-        if name not in ("learning_rate", "grad_norm", "tokens_per_second", "data_wait"):
-            series.setdefault(name.rstrip("0123456789").rstrip("_"), []).append(f"{value:.3f}")
-    parts = [f"{name} {' '.join(numbers)}" for name, numbers in series.items()]
-    if "tokens_per_second" in values:
-        parts.append(f"{values['tokens_per_second']:,.0f} tokens/s, {values['data_wait']:.1%} waiting for data")
-    return "  ".join(parts)
-
-
-def _step_of(line: str) -> int:
-    """The step of a line of metrics; a torn last line belongs to none."""
-    try:
-        return json.loads(line)["step"]
-    except (ValueError, KeyError, TypeError):
-        return sys.maxsize

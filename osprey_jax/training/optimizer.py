@@ -1,5 +1,7 @@
 """AdamW on float32 masters with global-norm clipping; linear warm-up, then cosine to zero."""
 
+from types import ModuleType
+
 import jax
 import jax.numpy as jnp
 import optax
@@ -7,17 +9,18 @@ import optax
 from osprey_jax.config import Optimizer
 
 
-def learning_rate(config: Optimizer, steps: int) -> optax.Schedule:
+def learning_rate(config: Optimizer, steps: int, xp: ModuleType = jnp) -> optax.Schedule:
     """Rate of the update numbered from 0: (i + 1) / warm-up of the peak, then half a cosine over the rest.
 
-    Source: the release's schedule, so that the first update moves and the first after warm-up has the peak rate.
+    `xp`: numpy for the reader of a log, who should wait for no device. Source: the release's schedule, so that the
+    first update moves and the first after warm-up has the peak rate.
     """
     warmup = int(config.warmup_fraction * steps)
 
     def rate(i: jax.Array) -> jax.Array:
         rising = (i + 1) / max(warmup, 1)
-        falling = 0.5 * (1 + jnp.cos(jnp.pi * (i - warmup) / max(steps - warmup, 1)))
-        return config.learning_rate * jnp.where(i < warmup, rising, falling)
+        falling = 0.5 * (1 + xp.cos(xp.pi * (i - warmup) / max(steps - warmup, 1)))
+        return config.learning_rate * xp.where(i < warmup, rising, falling)
 
     return rate
 
