@@ -39,7 +39,7 @@ def main() -> None:
         raise UserError(f"--json {arguments.json}: no such directory {arguments.json.resolve().parent}")
     _before_jax()
     from osprey_jax.files import write_json
-    from osprey_jax.planning.compiled import check_plugin
+    from osprey_jax.planning.compiled import check_plugin, compile_step
     from osprey_jax.planning.hardware import parse_devices
     from osprey_jax.planning.preflight import largest_rows, preflight
     from osprey_jax.reports.plan import describe, tried
@@ -47,11 +47,14 @@ def main() -> None:
     cluster = parse_devices(arguments.devices)
     check_plugin()
     if arguments.max_batch:
-        rows, config = largest_rows(config, cluster, lambda *numbers: print(tried(*numbers), flush=True))
-        if config is None:
+        found = largest_rows(config, cluster, lambda *numbers: print(tried(*numbers), flush=True))
+        if found is None:
             raise UserError(f"not even one row a GPU fits {arguments.devices}; use more GPUs, mesh.tensor or remat")
-        print(f"largest: {rows} row(s) a GPU, batch_size={config.batch_size}\n", flush=True)
-    plan = preflight(config, cluster, arguments.supervised)
+        config, compiled = found
+        print(f"the largest batch has batch_size={config.batch_size}\n", flush=True)
+    else:
+        compiled = compile_step(config, cluster)
+    plan = preflight(config, cluster, compiled, arguments.supervised)
     print(describe(plan))
     if arguments.json is not None:
         write_json(arguments.json, plan)

@@ -103,6 +103,6 @@ def _buffer(instruction: hlo.Instruction | None, module: hlo.Module, name: str, 
         return Buffer(count, instruction.op_name or name, "argument")
     source = "" if instruction is None else module.source(instruction)
     operation = "" if instruction is None else re.sub(r"\{\d+\}$", "", instruction.op_name.rsplit("/", 1)[-1])
-    operation = operation or re.sub(r"[.\d]+$", "", name)
+    operation = re.sub(r"[.\d]+$", "", operation or name)
     gathered = operation.replace("_", "-").startswith("all-gather")
     return Buffer(count, " ".join(filter(None, (shape, operation, source))), "gathered weight" if gathered else "other")

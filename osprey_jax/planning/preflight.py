@@ -2,14 +2,17 @@
 
 import dataclasses
 import math
+import os
 from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
 from osprey_jax.command import UserError
 from osprey_jax.config import DistillConfig, PretrainConfig
 from osprey_jax.data.preparation import find_prepared
+from osprey_jax.kernels import mosaic
 from osprey_jax.parallel import DATA, TENSOR
 from osprey_jax.planning import flops, memory
 from osprey_jax.planning.collectives import Collective, collectives, large_all_reduces
@@ -20,16 +23,13 @@ from osprey_jax.training.stages import recipe
 TrainConfig = PretrainConfig | DistillConfig
 
 
-def preflight(config: TrainConfig, cluster: Cluster, supervised: float) -> dict[str, Any]:
+def preflight(config: TrainConfig, cluster: Cluster, compiled: CompiledStep, supervised: float) -> dict[str, Any]:
     """The plan as a JSON object, sizes in bytes and times in seconds.
 
     Args:
+      compiled: `compile_step` of the config and cluster.
       supervised: share of the positions that the loss supervises; the others cost no head.
-
-    Raises:
-      UserError: as `compile_step`.
     """
-    compiled = compile_step(config, cluster)
     step, design = compiled.step, compiled.step.design
     positions = config.batch_size * config.data.length // cluster.gpus  # of one GPU in a step
     trips = _loss_rounds(config, positions // config.accumulation, supervised)
@@ -56,6 +56,7 @@ def preflight(config: TrainConfig, cluster: Cluster, supervised: float) -> dict[
         },
         "design": design.notes,
         "attention": design.objective.attention,
+        "mosaic_needs": _mosaic_needs(config, compiled),
         "compute_dtype": config.compute_dtype,
         "memory": _memory(cluster, compiled),
         "largest_buffers": [dataclasses.asdict(buffer) for buffer in compiled.alive if buffer.kind != "argument"][:3],
@@ -75,13 +76,14 @@ def preflight(config: TrainConfig, cluster: Cluster, supervised: float) -> dict[
         "run": _run(config, cluster, floor["seconds"]),
         "seconds": {"trace": compiled.trace_seconds, "compile": compiled.compile_seconds},
         "jax": jax.__version__,
+        "xla_flags": os.environ.get("XLA_FLAGS", ""),
     }
 
 
 def largest_rows(
     config: TrainConfig, cluster: Cluster, show: Callable[[int, int, int], None]
-) -> tuple[int, TrainConfig | None]:
-    """The largest number of rows a GPU that fit, and the config with them; 0 and None where not even one does.
+) -> tuple[TrainConfig, CompiledStep] | None:
+    """The config with the largest number of rows a GPU that fit, and its step; None where not even one does.
 
     Memory grows nearly by the same with every row: the next try is where the last two say it ends.
 
@@ -90,19 +92,21 @@ def largest_rows(
     """
     available = _available(cluster)
     tried: dict[int, int] = {}
-
-    def fits(rows: int) -> bool:
-        if rows not in tried:
-            tried[rows] = memory.needed(compile_step(_with_rows(config, cluster, rows), cluster).stats)
-            show(rows, tried[rows], available)
-        return tried[rows] <= available
-
+    largest = None
     low, high = 0, None  # low fits, high does not
-    guess = max(config.batch_size // config.accumulation // cluster.gpus, 1)
+    rows = max(config.batch_size // config.accumulation // cluster.gpus, 1)
     while high is None or high - low > 1:
-        low, high = (guess, high) if fits(guess) else (low, guess)
-        guess = _next_guess(tried, available, low, high)
-    return low, _with_rows(config, cluster, low) if low else None
+        batch_size = rows * cluster.gpus * config.accumulation
+        one = config.model_copy(update={"batch_size": batch_size})
+        compiled = compile_step(one, cluster)
+        tried[rows] = memory.needed(compiled.stats)
+        show(rows, tried[rows], available)
+        if tried[rows] <= available:
+            low, largest = rows, (one, compiled)
+        else:
+            high = rows
+        rows = _next_guess(tried, available, low, high)
+    return largest
 
 
 def _next_guess(tried: dict[int, int], available: int, low: int, high: int | None) -> int:
@@ -117,8 +121,15 @@ def _next_guess(tried: dict[int, int], available: int, low: int, high: int | Non
     return max(low + 1, guess if high is None else min(guess, high - 1))
 
 
-def _with_rows(config: TrainConfig, cluster: Cluster, rows: int) -> TrainConfig:
-    return config.model_copy(update={"batch_size": rows * cluster.gpus * config.accumulation})
+def _mosaic_needs(config: TrainConfig, compiled: CompiledStep) -> str | None:
+    """Why the faster kernel is not the one in use, where the config leaves the choice."""
+    design, device = compiled.step.design, compiled.step.mesh.devices.flat[0]
+    if design.objective.attention == "mosaic" or config.attention == "xla":
+        return None
+    trained = design.trained if design.target is None else design.trained.transformer
+    dtype = jnp.dtype(config.compute_dtype)
+    needs = (mosaic.unmet(device, dtype, model.head_dim) for model in (trained, design.target) if model is not None)
+    return next(filter(None, needs), None)
 
 
 def _loss_rounds(config: TrainConfig, positions: int, supervised: float) -> int:

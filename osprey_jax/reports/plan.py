@@ -1,5 +1,6 @@
 """A plan (`planning/preflight.py`) as text. Each number says what it is of."""
 
+import textwrap
 from typing import Any
 
 from osprey_jax.reports.tables import console_table
@@ -17,7 +18,8 @@ def describe(plan: dict[str, Any]) -> str:
         f"{batch['rows_a_gpu']} x {batch['length']:,} positions a GPU{parts}, {batch['supervised']:.0%} supervised",
         f"{'; '.join(plan['design'])}; {plan['compute_dtype']}",
         f"compiled in {plan['seconds']['compile']:.0f} s (and traced in {plan['seconds']['trace']:.0f} s), "
-        f"jax {plan['jax']}, cuBLAS for all products",
+        f"jax {plan['jax']}, XLA_FLAGS={plan['xla_flags']}",
+        *([f"attention kernel xla, since mosaic needs {plan['mosaic_needs']}"] if plan["mosaic_needs"] else []),
         "",
         *_memory(plan["memory"]),
         "",
@@ -31,7 +33,15 @@ def describe(plan: dict[str, Any]) -> str:
         *_floor(plan["floor"]),
         *_run(plan["run"]),
     ]
-    return "\n".join(lines)
+    return "\n".join(_wrapped(line) for line in lines)
+
+
+def _wrapped(line: str) -> str:
+    return (
+        "\n  ".join(textwrap.wrap(line, 118, break_long_words=False, break_on_hyphens=False))
+        if len(line) > 120
+        else line
+    )
 
 
 def tried(rows: int, needed: int, available: int) -> str:

@@ -43,7 +43,7 @@ def fake_compiler(monkeypatch):
 
 
 @pytest.fixture
-def plan(config, monkeypatch):
+def plan(config):
     """Of a step that is traced on this machine and "compiled" to three lines."""
     step = step_of(config, jax.devices()[:1])
     sizes = {"argument_size_in_bytes": 3 * 2**30, "output_size_in_bytes": 2**30, "alias_size_in_bytes": 2**30}
@@ -62,8 +62,7 @@ def plan(config, monkeypatch):
         trace_seconds=1.0,
         compile_seconds=2.0,
     )
-    monkeypatch.setattr(preflight, "compile_step", lambda config, cluster: compiled)
-    return preflight.preflight(config, parse_devices("1xh100"), 0.75)
+    return preflight.preflight(config, parse_devices("1xh100"), compiled, 0.75)
 
 
 def test_a_plan_is_json(plan):
@@ -112,14 +111,15 @@ def test_the_largest_number_of_rows_that_fits(config, fake_compiler, needed, lar
     tries = fake_compiler(needed)
     cluster = parse_devices("2xh100")
     shown = []
-    found, with_rows = preflight.largest_rows(config, cluster, lambda *numbers: shown.append(numbers))
-    assert found == largest
+    found = preflight.largest_rows(config, cluster, lambda *numbers: shown.append(numbers))
     assert [rows for rows, *_ in shown] == tries and len(tries) == len(set(tries)) <= 8
-    if largest:
-        assert (with_rows.batch_size, with_rows.accumulation) == (largest * 2 * 2, 2)
-        assert needed(largest) <= preflight._available(cluster) < needed(largest + 1)
-    else:
-        assert with_rows is None
+    if not largest:
+        assert found is None
+        return
+    with_rows, compiled = found
+    assert (with_rows.batch_size, with_rows.accumulation) == (largest * 2 * 2, 2)
+    assert compiled.stats.temp_size_in_bytes == int(needed(largest))
+    assert needed(largest) <= preflight._available(cluster) < needed(largest + 1)
 
 
 def test_the_floor_is_the_slowest_of_what_could_run_at_once(config):
