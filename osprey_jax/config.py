@@ -94,8 +94,8 @@ class Run(Section):
     checkpoints: Checkpoints = Checkpoints()
     mesh: Mesh = Mesh()
     compilation_cache: Path | None = None  # a directory for what XLA compiles, so that going on does not compile again
-    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # of products; masters and sums are float32
-    attention: Literal["auto", "xla", "mosaic"] = "auto"  # kernel; auto: mosaic (Hopper GPUs, tokamax) where it runs
+    compute_dtype: Literal["float32", "bfloat16"] = "float32"  # of products; masters, moments and loss are float32
+    attention: Literal["auto", "xla", "mosaic"] = "auto"  # kernel; auto: mosaic (Hopper, B200; tokamax) where it runs
     remat: Literal["none", "mlp", "layer"] = "none"  # what the backward pass computes again, to save memory
 
     @pydantic.model_validator(mode="after")

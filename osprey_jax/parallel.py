@@ -111,6 +111,11 @@ class Layout:
         """Of the variable at `path`; None off the mesh."""
         return None if self.specs is None else dict(nnx.to_flat_state(self.specs))[path].get_value()
 
+    def vocab_axis(self, path: tuple) -> str | None:
+        """The mesh axis that the head at `path` may stay split over, along its vocabulary."""
+        spec = self.spec(path)
+        return self.tensor_axis if spec is not None and any(spec[:1]) else None
+
     def whole(self, shards: nnx.State, dtype: jnp.dtype, prefix: tuple = (), *, stacked: bool = False) -> nnx.State:
         """Whole weights from their shards, each gathered once; their gradients are summed over the devices once.
 
@@ -129,7 +134,7 @@ class Layout:
         return nnx.from_flat_state([(path, gather(path, variable)) for path, variable in nnx.to_flat_state(shards)])
 
     def lookup(self, shard: jax.Array, ids: jax.Array, path: tuple, dtype: jnp.dtype) -> jax.Array:
-        """Rows `ids` in `dtype` of the table at `path`; its gradient adds up in float32."""
+        """Rows `ids` in `dtype` of the table at `path`; the gradients of a row add up in float32."""
         return _lookup(shard, ids, self.spec(path), dtype)
 
     def sum(self, x: jax.Array) -> jax.Array:

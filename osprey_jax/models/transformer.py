@@ -57,6 +57,8 @@ class TransformerConfig:
 
 # ---- parameters
 
+EMBEDDING, HEAD = ("embed_tokens", "weight"), ("lm_head", "weight")  # paths of the vocabulary tables in every model
+
 
 def normal(std: float):
     """Initialiser: normal with standard deviation `std`."""
@@ -85,7 +87,10 @@ class Linear(nnx.Module):
         """`sum_over`: a mesh axis that the inputs are split over; then the rows come back to their own devices."""
         y = jnp.einsum("...i,oi->...o", x, self.weight[...].astype(x.dtype))
         y = scatter_rows(y, sum_over)
-        return y if self.bias is None else y + self.bias[...].astype(x.dtype)
+        if self.bias is None:
+            return y
+        # In float32: what reaches a bias is a sum over all positions.
+        return (y.astype(jnp.float32) + self.bias[...].astype(jnp.float32)).astype(y.dtype)
 
 
 class Embedding(nnx.Module):

@@ -7,13 +7,12 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-from osprey_jax.kernels.attention import attend_rows
+from osprey_jax.kernels.attention import Kernel, attend_rows
 from osprey_jax.kernels.soft_cross_entropy import hard_cross_entropy
+from osprey_jax.models.transformer import EMBEDDING, HEAD
 from osprey_jax.objectives.objective import Batch
 from osprey_jax.objectives.shift import shift_left
 from osprey_jax.parallel import ONE_DEVICE, Layout
-
-EMBEDDING, HEAD = ("embed_tokens", "weight"), ("lm_head", "weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -24,7 +23,7 @@ class NextToken:
     dtype: jnp.dtype
     loss_chunk: int
     layout: Layout = ONE_DEVICE
-    attention: Literal["xla", "mosaic"] = "xla"
+    attention: Kernel = "xla"
     remat: Literal["none", "mlp", "layer"] = "none"
 
     @property
@@ -53,13 +52,15 @@ class NextToken:
             whole=lambda layer: layout.whole(layer, self.dtype, ("layers",), stacked=True),
             remat=self.remat,
         )
+        head = EMBEDDING if model.config.tie_word_embeddings else HEAD
         loss, ce_sum, correct = hard_cross_entropy(
             hidden_BxSxD.reshape(-1, hidden_BxSxD.shape[-1]),
             model.head_VxD,
             shift_left(batch["token_ids"], 1, segments).reshape(-1),
             weights_BxS.reshape(-1),
             chunk=self.loss_chunk,
-            head_spec=layout.spec(EMBEDDING if model.config.tie_word_embeddings else HEAD),
+            head_spec=layout.spec(head),
+            vocab_axis=layout.vocab_axis(head),
         )
         supervised = jnp.sum(weights_BxS > 0, dtype=jnp.float32)
         return loss, {"loss": loss, "ce_sum": ce_sum, "correct": correct, "supervised": supervised}

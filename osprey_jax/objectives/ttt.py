@@ -16,15 +16,14 @@ from flax import nnx
 from jax.sharding import PartitionSpec
 
 from osprey_jax.config import TTT
-from osprey_jax.kernels.attention import Attend, attend_rows
+from osprey_jax.kernels.attention import Attend, Kernel, attend_rows
 from osprey_jax.kernels.soft_cross_entropy import best_is_among, soft_cross_entropy
 from osprey_jax.kernels.ttt_attention import attend_unroll
 from osprey_jax.models.drafter import Drafter
+from osprey_jax.models.transformer import EMBEDDING, HEAD
 from osprey_jax.objectives.objective import Batch
 from osprey_jax.objectives.shift import has_left, shift_left, shift_right
 from osprey_jax.parallel import ONE_DEVICE, Layout, gather_rows
-
-EMBEDDING, HEAD = ("embed_tokens", "weight"), ("lm_head", "weight")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,7 +37,7 @@ class Distillation:
     dtype: jnp.dtype
     trims_vocabulary: bool = False
     layout: Layout = ONE_DEVICE
-    attention: Literal["xla", "mosaic"] = "xla"
+    attention: Kernel = "xla"
     remat: Literal["none", "mlp", "layer", "step"] = "none"
 
     @property
@@ -113,8 +112,6 @@ class Distillation:
         )
         hidden_KxBxSxH = jnp.stack([shift_right(drafter.norm(x), k, segments) for k, x in enumerate(streams)])
         decay_K = self.ttt.decay ** jnp.arange(K, dtype=jnp.float32)
-        head_spec = layout.spec(HEAD)
-        splits_vocabulary = head_spec is not None and head_spec[0] is not None
         flat = lambda x, leading: x.reshape(*x.shape[:leading], -1, *x.shape[leading + 2 :])
         loss, ce_sum_K, correct_K = soft_cross_entropy(
             flat(hidden_KxBxSxH, 1),
@@ -123,9 +120,9 @@ class Distillation:
             nnx.merge(self.target_def, frozen).head_VxD,
             flat(decay_K[:, None, None] * weights_KxBxS, 1),
             chunk=self.ttt.loss_chunk,
-            head_spec=head_spec,
+            head_spec=layout.spec(HEAD),
             teacher_spec=self._target_head_spec,
-            vocab_axis=layout.tensor_axis if splits_vocabulary else None,
+            vocab_axis=layout.vocab_axis(HEAD),
             target_ids_V=None if drafter.target_ids is None else drafter.target_ids[...],
         )
         supervised_K = jnp.sum(weights_KxBxS > 0, axis=(1, 2), dtype=jnp.float32)
@@ -165,7 +162,9 @@ def unroll(
 
     def step(feature_BxSxH, memory, k):
         inside_BxSx1 = has_left(k + 1, segments_BxS)[..., None]
-        next_BxSxH = jnp.where(inside_BxSx1, shift_left(embedding_BxSxH, k + 1, segments_BxS), beyond_H)
+        next_BxSxH = shift_left(embedding_BxSxH, k + 1, segments_BxS).astype(jnp.float32)
+        # In float32: what reaches `beyond` is a sum over positions.
+        next_BxSxH = jnp.where(inside_BxSx1, next_BxSxH, beyond_H.astype(jnp.float32)).astype(beyond_H.dtype)
         of_layers = "none" if remat == "step" else remat
         return drafter(next_BxSxH, feature_BxSxH, batch["positions"] + k, attend, memory, remat=of_layers)
 

@@ -5,6 +5,7 @@ that masters and moments take 1/devices of their size each: along the first of i
 of which each device then holds rows that lie together in memory.
 """
 
+import math
 from collections.abc import Sequence
 
 import jax
@@ -73,8 +74,8 @@ def check_splits(model: TransformerConfig, mesh: Mesh, where: str) -> None:
 def parameter_shardings(state: nnx.State, mesh: Mesh, *, trained: bool) -> nnx.State:
     """A `NamedSharding` for each variable of an abstract state, of the same structure.
 
-    A trained parameter of which the devices divide no dimension stays whole: small models on many devices lose memory,
-    not numbers.
+    A trained parameter of which the devices divide no dimension stays whole, which costs memory and changes no number:
+    see `whole_notes`.
     """
 
     def sharding(variable):
@@ -101,6 +102,25 @@ def _frozen(axes: tuple[str | None, ...], shape: tuple[int, ...], mesh: Mesh) ->
     if sum(name is not None for name in spec) > 1:
         raise ValueError(f"logical axes {axes} map to one mesh axis twice: {spec}")
     return spec
+
+
+def whole_notes(shardings: nnx.State, state: nnx.State) -> list[str]:
+    """A line for the reader of the log where matrices of a trained model stay whole on every device."""
+    specs = dict(nnx.to_flat_state(shardings))
+    splits = lambda variable: any(
+        axis is not None and TABLE[axis][1] for axis in variable.get_metadata().get("axes", ())
+    )
+    whole = [
+        (".".join(map(str, path)), variable)
+        for path, variable in nnx.to_flat_state(state)
+        if len(variable.shape) > 1 and splits(variable) and not any(specs[path].get_value().spec)
+    ]
+    if not whole:
+        return []
+    devices = jax.tree.leaves(shardings)[0].mesh.size
+    names = ", ".join(name for name, _ in whole[:3]) + (f" and {len(whole) - 3} more" if len(whole) > 3 else "")
+    size = sum(math.prod(variable.shape) for _, variable in whole)
+    return [f"whole on every device, since {devices} devices divide no dimension: {names} ({size:,} parameters)"]
 
 
 def layout(shardings: nnx.State, mesh: Mesh) -> Layout:

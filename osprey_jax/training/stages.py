@@ -3,7 +3,7 @@
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,7 @@ from osprey_jax.data.rows import Rows
 from osprey_jax.data.tokenizer import check_tokenizer, load_tokenizer
 from osprey_jax.data.trimming import coverage, most_frequent_tokens
 from osprey_jax.files import fingerprint, read_json
-from osprey_jax.kernels.attention import choose_kernel
+from osprey_jax.kernels.attention import Kernel, choose_kernel
 from osprey_jax.models import hf, hf_config
 from osprey_jax.models.causal_lm import CausalLM
 from osprey_jax.models.drafter import Drafter, DrafterConfig, trained_variables
@@ -28,7 +28,7 @@ from osprey_jax.models.transformer import TransformerConfig
 from osprey_jax.objectives.next_token import NextToken
 from osprey_jax.objectives.objective import Objective
 from osprey_jax.objectives.ttt import Distillation
-from osprey_jax.training.mesh import check_splits, layout, parameter_shardings, with_shardings
+from osprey_jax.training.mesh import check_splits, layout, parameter_shardings, whole_notes, with_shardings
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,7 +120,7 @@ def _pretrain_design(config: PretrainConfig, mesh: Mesh) -> Design:
         abstract=nnx.split_state(with_shardings(nnx.state(model), shardings), nnx.Param, ...),
         frozen=None,
         hf_config=read_json(hf_config.config_path(config.model.numbers_from)),
-        notes=[f"attention kernel {kernel}"],
+        notes=[f"attention kernel {kernel}", *whole_notes(shardings, nnx.state(model))],
     )
 
 
@@ -159,13 +159,12 @@ def _distill_design(config: DistillConfig, mesh: Mesh) -> Design:
             f"tap layers {list(taps)} of {target_config.num_layers}",
             f"embedding {'of the drafter, trained' if drafter_config.swap_h_and_emb else 'of the target, frozen'}",
             f"attention kernel {kernel}",
+            *whole_notes(shardings, nnx.state(model)),
         ],
     )
 
 
-def _attention(
-    config: PretrainConfig | DistillConfig, mesh: Mesh, *models: TransformerConfig
-) -> Literal["xla", "mosaic"]:
+def _attention(config: PretrainConfig | DistillConfig, mesh: Mesh, *models: TransformerConfig) -> Kernel:
     """The attention kernel of a step: one that runs for all its models."""
     dtype, device = jnp.dtype(config.compute_dtype), mesh.devices.flat[0]
     kernels = {choose_kernel(config.attention, device=device, dtype=dtype, head_dim=m.head_dim) for m in models}

@@ -12,36 +12,9 @@ from osprey_jax.benchmark.attention import unroll_gradients, unroll_inputs
 from osprey_jax.kernels import mosaic
 from osprey_jax.kernels.attention import choose_kernel
 from osprey_jax.kernels.ttt_attention import attend_unroll
+from osprey_jax.planning.hardware import load_gpu
 
 pytestmark = pytest.mark.aot
-
-# An H100 as XLA describes it, as far as the compiler asks.
-TARGET = """
-gpu_device_info {
-  threads_per_block_limit: 1024
-  threads_per_warp: 32
-  shared_memory_per_block: 49152
-  shared_memory_per_core: 233472
-  threads_per_core_limit: 2048
-  core_count: 132
-  fpus_per_core: 128
-  block_dim_limit_x: 2147483647
-  block_dim_limit_y: 65535
-  block_dim_limit_z: 65535
-  memory_bandwidth: 3352320000000
-  l2_cache_size: 52428800
-  clock_rate_ghz: 1.98
-  device_memory_size: 84929347584
-  shared_memory_per_block_optin: 232448
-  cuda_compute_capability { major: 9 }
-  registers_per_core_limit: 65536
-  registers_per_block_limit: 65536
-}
-platform_name: "CUDA"
-dnn_version_info { major: 9 minor: 12 }
-runtime_version { major: 12 minor: 9 patch: 0 }
-device_description_str: "NVIDIA H100 80GB HBM3"
-"""
 
 
 @pytest.fixture(scope="module", params=["xla", "mosaic"])
@@ -54,7 +27,7 @@ def kernel(request):
 @pytest.fixture(scope="module")
 def topology():
     pytest.importorskip("jax_plugins.xla_cuda12", reason="needs the CUDA plugin: pip install '.[plan]'")
-    return topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=TARGET)
+    return topologies.get_topology_desc(platform="cuda", topology="1x1x1", target_config=load_gpu("h100").target_config)
 
 
 def compiled(kernel, topology, S, N=32, G=8, h=128, steps=5):

@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 from jax.test_util import check_grads
 
+from osprey_jax.kernels import soft_cross_entropy as soft_cross_entropy_module
 from osprey_jax.kernels.soft_cross_entropy import best_is_among, hard_cross_entropy, soft_cross_entropy
 from tests.kernels.cross_entropy import (
     HEAD,
@@ -109,7 +110,7 @@ def test_unsupervised_positions_are_skipped():
 
 
 @pytest.mark.parametrize(("supervised", "chunks"), [(0, 0), (1, 1), (4, 1), (5, 2), (N, 6)])
-def test_costs_what_is_supervised(supervised, chunks):
+def test_costs_what_is_supervised(supervised, chunks, monkeypatch):
     """As many chunks are walked as the supervised positions fill."""
     trips = []
 
@@ -119,20 +120,14 @@ def test_costs_what_is_supervised(supervised, chunks):
 
     weight = np.zeros((K, N), np.float32)
     weight[0, RNG.permutation(N)[:supervised]] = 1
-    # A callback in the loop: the teacher's hidden states are taken once a chunk.
-    import osprey_jax.kernels.soft_cross_entropy as module
-
-    take = module._first_best
+    first_best = soft_cross_entropy_module._first_best  # taken of the teacher once a chunk
 
     def counted(*arguments):
-        best = take(*arguments)
+        best = first_best(*arguments)
         return jax.pure_callback(count, jax.ShapeDtypeStruct(best.shape, best.dtype), best)
 
-    module._first_best = counted
-    try:
-        jax.block_until_ready(jax.jit(lambda *x: soft(*x, weight=weight))(HIDDEN, HEAD))
-    finally:
-        module._first_best = take
+    monkeypatch.setattr(soft_cross_entropy_module, "_first_best", counted)
+    jax.block_until_ready(jax.jit(lambda *x: soft(*x, weight=weight))(HIDDEN, HEAD))
     assert len(trips) == chunks
 
 

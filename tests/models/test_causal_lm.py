@@ -12,7 +12,7 @@ from flax import nnx
 from osprey_jax.kernels.attention import attend_rows
 from osprey_jax.models import hf
 from osprey_jax.models.causal_lm import CausalLM
-from osprey_jax.models.transformer import Llama3Scaling, TransformerConfig
+from osprey_jax.models.transformer import Linear, Llama3Scaling, TransformerConfig
 from tests.objectives.cases import relative
 
 CONFIG = TransformerConfig(
@@ -156,3 +156,12 @@ def test_embedding_gradient_adds_up_in_float32():
     ids = jnp.zeros((1, 5000), jnp.int32)
     grad = jax.grad(lambda state: nnx.merge(graph, state)(ids, jnp.bfloat16).astype(jnp.float32).sum())(state)
     assert grad["weight"][...][0, 0] == 5000
+
+
+def test_a_bias_s_gradient_adds_up_in_float32():
+    """Of products in bfloat16: 1000 times 1 would stop at 256 there."""
+    layer = Linear(2, 3, ("mlp", "embed"), bias=True, rngs=nnx.Rngs(0))
+    graph, state = nnx.split(layer)
+    x = jnp.zeros((1000, 3), jnp.bfloat16)
+    loss = lambda state: jnp.sum(nnx.merge(graph, state)(x), dtype=jnp.float32)
+    np.testing.assert_array_equal(jax.jit(jax.grad(loss))(state)["bias"].get_value(), 1000.0)
