@@ -59,7 +59,6 @@ def _executed(module: hlo.Module, trips: int) -> list[tuple[hlo.Instruction, int
         for instruction in module.computations.get(computation, ()):
             if _kind(instruction) is not None:
                 inside.append((instruction, 1))
-                continue  # what it calls adds two numbers
             rounds = 1
             if instruction.opcode == "while":
                 rounds = trips if instruction.trip_count is None else instruction.trip_count

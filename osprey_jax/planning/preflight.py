@@ -135,7 +135,7 @@ def _mosaic_needs(config: TrainConfig, compiled: CompiledStep) -> str | None:
 def _loss_rounds(config: TrainConfig, positions: int, supervised: float) -> int:
     """Chunks that the loss walks on one device, for `positions` of which a share is supervised."""
     chunk = config.ttt.loss_chunk if isinstance(config, DistillConfig) else config.loss_chunk
-    return math.ceil(supervised * positions / min(chunk, positions))
+    return math.ceil(supervised * positions / chunk)
 
 
 # ---- memory

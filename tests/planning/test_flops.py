@@ -96,3 +96,21 @@ def test_each_device_does_its_share(tmp_path):
     target = dataclasses.replace(TARGET, num_heads=8, num_kv_heads=4)
     config = distill(tmp_path, target=target, rows=8, mesh={"tensor": 4})
     assert ratios(config, devices=jax.devices()[:8], rows=1)[0] == pytest.approx(1.0)
+
+
+def test_the_baseline_runs_what_it_needs(tmp_path):
+    """EAGLE-3 from scratch has the target's widths, and an embedding without gradient."""
+    config = distill(tmp_path)
+    scratch = type(config.drafter)(scratch={"num_layers": 1})
+    assert ratios(config.model_copy(update={"drafter": scratch}))[0] == pytest.approx(1.0)
+
+
+def test_a_trimmed_vocabulary_shows(tmp_path):
+    """The teacher's best token is looked for in its whole vocabulary, then its softmax taken over the kept part."""
+    config = distill(tmp_path)
+    trimmed = config.drafter.model_copy(update={"draft_vocab_size": 32})
+    step = step_of(config.model_copy(update={"drafter": trimmed}), CPU)
+    needed = flops.needed(step.design.trained, step.design.target, rows=2, length=S, steps=3)
+    again = 2 * 2 * S * 32 * TARGET.hidden_size
+    expected = 1 + again / needed.products
+    assert ratios(config.model_copy(update={"drafter": trimmed}))[0] == pytest.approx(expected)

@@ -160,7 +160,7 @@ def test_steps_of_epochs_come_from_rows_that_are_there(config, monkeypatch):
 
 
 def test_rounds_of_the_loss(config):
-    """Chunks of the supervised positions, of which the last may be short; never one longer than there are positions."""
+    """Chunks of the supervised positions, of which the last may be short."""
     chunked = lambda chunk: config.model_copy(update={"ttt": config.ttt.model_copy(update={"loss_chunk": chunk})})
     assert preflight._loss_rounds(chunked(10), 64, 1.0) == 7
     assert preflight._loss_rounds(chunked(10), 64, 0.5) == 4
@@ -172,3 +172,10 @@ def test_only_config_files_are_needed(config):
     (config.target / "config.json").unlink()
     with pytest.raises(UserError, match=r"target/config\.json.*no weights"):
         step_of(config, jax.devices()[:1])
+
+
+def test_why_the_faster_kernel_is_not_in_use(config):
+    """A plan made where tokamax is missing is of another step than a machine with it would run, and says so."""
+    compiled = types.SimpleNamespace(step=step_of(config, jax.devices()[:1]))
+    assert "compute capability" in preflight._mosaic_needs(config, compiled)
+    assert preflight._mosaic_needs(config.model_copy(update={"attention": "xla"}), compiled) is None
