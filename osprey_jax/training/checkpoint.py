@@ -309,10 +309,16 @@ def _reading(read: Callable[[], T]) -> T:
 def _checksums(arrays: dict[str, jax.Array]) -> dict[str, int]:
     """A 32-bit checksum of each array; sharding does not change it, a change of one element always does."""
     with jax.transfer_guard("allow"):
-        return {name: int(value) for name, value in jax.device_get(jax.tree.map(_checksum, arrays)).items()}
+        return {name: int(value) for name, value in jax.device_get(_checksum_all(arrays)).items()}
 
 
 @jax.jit
+def _checksum_all(arrays: dict[str, jax.Array]) -> dict[str, jax.Array]:
+    """In one program. One for each array, none waited for, are more collectives at a time than the CPU devices of
+    several processes can run (jax 0.10), which then wait for each other for ever."""
+    return jax.tree.map(_checksum, arrays)
+
+
 def _checksum(x: jax.Array) -> jax.Array:
     """Sum mod 2^32 over the elements of MurmurHash3's finalizer (a bijection) of bits xor position."""
     unsigned = {1: jnp.uint8, 2: jnp.uint16, 4: jnp.uint32}[x.dtype.itemsize]
