@@ -19,7 +19,7 @@ import numpy as np
 
 from osprey_jax import config
 from osprey_jax.benchmark.random_run import RandomRun
-from osprey_jax.benchmark.timing import PACKAGE_PARENT, benchmark_parser, timed
+from osprey_jax.benchmark.timing import PACKAGE_PARENT, benchmark_parser, positive, timed
 from osprey_jax.command import UserError
 from osprey_jax.data.pipeline import batches
 from osprey_jax.data.rows import Rows
@@ -115,13 +115,15 @@ def main(argv: list[str]) -> None:
     parser.add_argument(
         "--lengths",
         nargs="+",
-        type=int,
+        type=positive,
         default=[144, 512],
         metavar="S",
         help="tokens a row (default: 144, as in the quickstart, and 512)",
     )
-    parser.add_argument("--conversations", type=int, default=768, help="how many (default: 768)")
-    parser.add_argument("--repeats", type=int, default=41, help="pairs of steps; medians are printed (default: 41)")
+    parser.add_argument("--conversations", type=positive, default=768, help="how many (default: 768)")
+    parser.add_argument(
+        "--repeats", type=positive, default=41, help="pairs of steps; medians are printed (default: 41)"
+    )
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as directory:
         inputs = Path(directory) / "inputs"

@@ -18,7 +18,7 @@ from flax import nnx
 from osprey_jax import config
 from osprey_jax.benchmark.random_run import RandomRun, random_batch
 from osprey_jax.benchmark.shapes import QWEN3_4B_2LAYER, pretrain_config
-from osprey_jax.benchmark.timing import alternate, benchmark_parser, speedup, timed
+from osprey_jax.benchmark.timing import alternate, benchmark_parser, positive, speedup, timed
 from osprey_jax.command import UserError
 from osprey_jax.models.transformer import TransformerConfig
 from osprey_jax.objectives.next_token import NextToken
@@ -97,8 +97,8 @@ def main(argv: list[str]) -> None:
         metavar="BxSxV",
         help="rows x positions of a row x vocabulary (default: 2x1024x16384 1x2048x32768)",
     )
-    parser.add_argument("--repeats", type=int, default=9, help="pairs of steps; medians are printed (default: 9)")
-    parser.add_argument("--chunk", type=int, default=512, help="our loss_chunk (default: 512)")
+    parser.add_argument("--repeats", type=positive, default=9, help="pairs of steps; medians are printed (default: 9)")
+    parser.add_argument("--chunk", type=positive, default=512, help="our loss_chunk (default: 512)")
     arguments = parser.parse_args(argv)
     rows = []
     for rows_, length, vocab in map(_shape, arguments.shapes):

@@ -18,6 +18,7 @@ from osprey_jax.benchmark.timing import (
     alternate,
     arguments_of_child,
     benchmark_parser,
+    positive,
     serve,
     speedup,
 )
@@ -149,9 +150,9 @@ def main(argv: list[str]) -> None:
         help="positions of a row x vocabulary (default: 512x16384 1024x32768)",
     )
     parser.add_argument("--torch-python", metavar="PATH", help="an interpreter that has PyTorch (default: this one)")
-    parser.add_argument("--threads", type=int, default=2, help="of each side (default: 2)")
-    parser.add_argument("--repeats", type=int, default=9, help="pairs of steps; medians are printed (default: 9)")
-    parser.add_argument("--chunk", type=int, default=128, help="our ttt.loss_chunk (default: 128)")
+    parser.add_argument("--threads", type=positive, default=2, help="of each side (default: 2)")
+    parser.add_argument("--repeats", type=positive, default=9, help="pairs of steps; medians are printed (default: 9)")
+    parser.add_argument("--chunk", type=positive, default=128, help="our ttt.loss_chunk (default: 128)")
     arguments = parser.parse_args(argv)
     shapes = [_shape(text) for text in arguments.shapes]
     python = arguments.torch_python or _this_python()

@@ -5,6 +5,7 @@ something, and the ratio of their CPU times hardly feels other work. Only the st
 the interpreter of a peer reads this module too.
 """
 
+import argparse
 import json
 import os
 import statistics
@@ -63,6 +64,13 @@ def speedup(pairs: Sequence[tuple[Seconds, Seconds]]) -> tuple[float, float]:
 def benchmark_parser(name: str, description: str) -> ArgumentParser:
     """A parser of the options of `python -m osprey_jax.benchmark NAME`."""
     return ArgumentParser(prog=f"python -m osprey_jax.benchmark {name}", description=description)
+
+
+def positive(text: str) -> int:
+    """The type of an option that counts something."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a positive number")
+    return int(text)
 
 
 # ---- cores

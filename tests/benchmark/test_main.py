@@ -28,7 +28,7 @@ def test_options_reach_the_benchmark(run_command, name):
     assert status == 0 and f"usage: python -m osprey_jax.benchmark {name} " in out
 
 
-@pytest.mark.parametrize("arguments", [[], ["unknown"], ["packing", "--unknown"]])
+@pytest.mark.parametrize("arguments", [[], ["unknown"], ["packing", "--unknown"], ["step", "--repeats", "0"]])
 def test_bad_arguments_are_one_line(run_command, arguments):
     status, out, err = run_command(main, *arguments)
     assert (status, out) == (2, "")
