@@ -122,7 +122,7 @@ def main(argv: list[str]) -> None:
     )
     parser.add_argument("--conversations", type=positive, default=768, help="how many (default: 768)")
     parser.add_argument(
-        "--repeats", type=positive, default=41, help="pairs of steps; medians are printed (default: 41)"
+        "--repeats", type=positive, default=41, help="pairs of steps (default: 41)"
     )
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as directory:
