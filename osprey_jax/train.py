@@ -36,6 +36,8 @@ def _join() -> None:
     """Become one of the processes of a run. `UserError` where they cannot be found."""
     import jax
 
+    # Without it two CPU programs may run at once, and their collectives meet in another order in each process.
+    jax.config.update("jax_cpu_enable_async_dispatch", False)
     told = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
     try:
         numbers = {name: int(os.environ[variable]) for name, variable in told.items() if variable in os.environ}
