@@ -121,9 +121,7 @@ def main(argv: list[str]) -> None:
         help="tokens a row (default: 144, as in the quickstart, and 512)",
     )
     parser.add_argument("--conversations", type=positive, default=768, help="how many (default: 768)")
-    parser.add_argument(
-        "--repeats", type=positive, default=41, help="pairs of steps (default: 41)"
-    )
+    parser.add_argument("--repeats", type=positive, default=41, help="pairs of steps (default: 41)")
     arguments = parser.parse_args(argv)
     with tempfile.TemporaryDirectory() as directory:
         inputs = Path(directory) / "inputs"
