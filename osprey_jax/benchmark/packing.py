@@ -77,7 +77,7 @@ def quickstart_config(inputs: Path, length: int, packing: bool) -> config.Distil
 
 
 def measure(inputs: Path, length: int, repeats: int) -> tuple:
-    """A row of `HEADER`: of `repeats` pairs of steps the one with the median ratio."""
+    """A row of `HEADER`: with the median ratio of `repeats` pairs of steps."""
     runs = [quickstart_config(inputs, length, packing) for packing in (False, True)]
     mesh = make_mesh(config.Mesh(), runs[0].batch_size, jax.devices()[:1])
     trained = RandomRun(runs[0], design(runs[0], mesh), mesh)  # one compiled step for both

@@ -100,7 +100,7 @@ def pretrain_config(
 
 def _run(directory: Path, rows: int, length: int) -> dict[str, Any]:
     data = {"train": [], "length": length, "cache_dir": directory / "prepared"}
-    rest = {"optimizer": {"learning_rate": 1e-4}, "steps": 10**6}
+    rest = {"optimizer": {"learning_rate": 1e-4, "warmup_fraction": 0}, "steps": 10**6}
     return {"run_dir": directory / "run", "data": data, "batch_size": rows, **rest}
 
 

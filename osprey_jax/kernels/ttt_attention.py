@@ -61,6 +61,7 @@ def _forward(q, k0, v0, diagonal, start, kernel):
         merged = out.astype(jnp.float32) * (kept_BxSxN / sum_BxSxN)[..., None]
         for weights, (_, v) in zip(weights_BxSxN, diagonal, strict=True):
             merged += _times(weights / sum_BxSxN, v)
+        # The barrier: what is kept for the backward pass is this, not the float32 that it is rounded from.
         out, max_BxNxS, sum_BxNxS = (
             jax.lax.optimization_barrier(merged.astype(q.dtype)),
             _swap(max_BxSxN),

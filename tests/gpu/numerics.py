@@ -44,7 +44,9 @@ def attention_errors(kernel: str, *, steps: int, length: int, heads: int, kv_hea
     with jax.default_matmul_precision("highest"):
         exact = jax.tree.map(lambda x: x.astype(jnp.float32), inputs)
         exact_out, exact_gradients = value_and_gradients(functools.partial(dense, segments), exact)
-    pairs = zip(jax.tree.leaves(gradients), jax.tree.leaves(exact_gradients), strict=True)
+    pairs = list(zip(jax.tree.leaves(gradients), jax.tree.leaves(exact_gradients), strict=True))
+    if any(jnp.any(a) for a, b in pairs if not jnp.any(b)):
+        raise ValueError("a gradient that is zero in the reference is not")
     return {"out": error(out, exact_out), "gradient": max(error(a, b) for a, b in pairs if jnp.any(b))}
 
 
