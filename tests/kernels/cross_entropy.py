@@ -2,7 +2,7 @@
 
 import numpy as np
 
-K, N, H, T, V = 3, 24, 6, 5, 16
+K, N, H, T, V = 3, 24, 8, 5, 16
 RNG = np.random.default_rng(0)
 HIDDEN = RNG.normal(size=(K, N, H)).astype(np.float32)
 HEAD = RNG.normal(size=(V, H)).astype(np.float32)

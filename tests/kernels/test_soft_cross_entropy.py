@@ -53,10 +53,11 @@ def test_soft_loss_and_gradients(chunk):
     assert_same(with_gradients(lambda *x: soft(*x, chunk=chunk), HIDDEN, HEAD), dense(HIDDEN, HEAD))
 
 
-def test_restricted_teacher():
+@pytest.mark.parametrize("chunk", [1, 5, 100])
+def test_restricted_teacher(chunk):
     """With a draft vocabulary the teacher's softmax is over those tokens alone."""
-    head = HEAD[: len(IDS)]
-    assert_same(with_gradients(lambda *x: soft(*x, target_ids_V=IDS), HIDDEN, head), dense(HIDDEN, head, IDS))
+    head, options = HEAD[: len(IDS)], {"target_ids_V": IDS, "chunk": chunk}
+    assert_same(with_gradients(lambda *x: soft(*x, **options), HIDDEN, head), dense(HIDDEN, head, IDS))
 
 
 @pytest.mark.parametrize("chunk", [1, 5, 100])

@@ -24,12 +24,14 @@ from tests.kernels.test_soft_cross_entropy import assert_same
 pytestmark = pytest.mark.multidevice
 P = PartitionSpec
 ROWS = P(("tensor", "data"), None)  # of a head, so that what `data` gathers is a run of the vocabulary
+COLUMNS = P(None, BOTH)  # where no number of devices divides the vocabulary
 WAYS = [
     ((8, 1), ROWS, None),
     ((2, 4), ROWS, None),
     ((2, 4), ROWS, "tensor"),
     ((4, 2), ROWS, "tensor"),
     ((1, 8), ROWS, "tensor"),
+    ((2, 4), COLUMNS, None),
     ((2, 4), P(), None),
 ]
 each_way = pytest.mark.parametrize(("shape", "spec", "axis"), WAYS)
