@@ -1,5 +1,6 @@
 """`train` on the golden models: runs, goes on, refuses. One process, tiny steps."""
 
+import dataclasses
 import json
 import os
 import re
@@ -418,8 +419,9 @@ def test_malformed_drafter_config(distill, tmp_path, change, word):
     assert_refused(distill(f"drafter.checkpoint={other}"), tmp_path, word)
 
 
-def test_one_compilation_a_run(distill, monkeypatch):
-    """Of the update, ahead of the first step, and of the evaluation, whatever comes between the steps."""
+def test_one_compilation_a_run(distill, tmp_path, monkeypatch):
+    """Of the update, ahead of the first step, and of the evaluation, whatever comes between the steps; also in a run
+    that goes on, whose state comes from a checkpoint."""
     made, compilations, compiled = [], [], loop.compiled
     keep = lambda make: lambda *arguments: made.append(make(*arguments)) or made[-1]
     for name in ("make_train_step", "make_eval_step"):
@@ -428,6 +430,11 @@ def test_one_compilation_a_run(distill, monkeypatch):
     assert distill("eval_every=2")[0] == 0
     assert len(compilations) == 1
     assert [step._cache_size() for step in made] == [0, 1]  # the update runs as it was compiled ahead
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+    status, out, _ = distill("eval_every=2")
+    assert status == 0 and "steps 4..6" in out
+    assert len(compilations) == 2
+    assert [step._cache_size() for step in made[2:]] == [0, 1]
 
 
 def test_only_metrics_come_back(distill, monkeypatch):
@@ -454,6 +461,16 @@ def test_only_metrics_come_back(distill, monkeypatch):
         assert status == 0, out + error
     finally:
         loop.jax.config.update("jax_transfer_guard", "allow")
+
+
+def test_waiting_for_data_counts_where_it_was_spent(distill, tmp_path, monkeypatch):
+    """A batch is fetched while the step before runs: no interval's share exceeds 1, and the last waits for none."""
+    fetch = loop._fetch
+    slow = lambda batch: dataclasses.replace(batch, waited=batch.waited + 0.1)
+    monkeypatch.setattr(loop, "_fetch", lambda *arguments: time.sleep(0.1) or slow(fetch(*arguments)))
+    assert distill()[0] == 0
+    waits = {step: line["data_wait"] for step, line in metrics(tmp_path / "run").items() if step > 1}
+    assert all(0 <= wait <= 1 for wait in waits.values()) and waits[3] > 0 and waits[6] == 0, waits
 
 
 def test_the_next_batch_is_fetched_while_a_step_runs(distill, monkeypatch):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -107,7 +108,8 @@ def weights(run, out):
 
 @pytest.mark.slow
 def test_two_processes_train_as_one(config, tmp_path):
-    """The same losses and weights, written once; a second command finds the run finished, also in one process."""
+    """The same losses and weights, written once. One process finds the run finished, and goes on, on one device, from
+    what two have saved."""
     outputs = finish(start_both(config))
     assert "done: step 6" in outputs[0] and "train 6/6" in outputs[0]
     assert not any(said in outputs[1] for said in ("done: step", "train 1/6", "trained parameters"))
@@ -120,12 +122,17 @@ def test_two_processes_train_as_one(config, tmp_path):
     for name, value in one.items():
         np.testing.assert_allclose(two[name], value, rtol=1e-4, atol=1e-5, err_msg=name)
     assert "already at step 6" in finish([start(config, devices=8)])[0]
+    shutil.rmtree(tmp_path / "run" / "checkpoints" / "6")
+    assert "steps 4..6" in finish([start(config, "mesh.tensor=1", devices=1)])[0]
+    went_on = losses(tmp_path / "run")
+    np.testing.assert_allclose([went_on[step] for step in expected], list(expected.values()), rtol=1e-5)
 
 
 @pytest.mark.slow
-def test_a_signal_to_one_stops_both(config, tmp_path):
-    """At the same step, with one checkpoint, from which both go on."""
-    processes = start_both(config, "steps=5000", "checkpoints.every=100000")
+@pytest.mark.parametrize("every", [1, 100000])
+def test_a_signal_to_one_stops_both(config, tmp_path, every):
+    """At the same step, with one checkpoint, from which both go on; also where each step is saved anyway."""
+    processes = start_both(config, "steps=5000", f"checkpoints.every={every}")
     metrics = tmp_path / "run" / "metrics.jsonl"
     until = time.monotonic() + 240
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
@@ -134,9 +141,11 @@ def test_a_signal_to_one_stops_both(config, tmp_path):
         time.sleep(0.1)
     processes[1].send_signal(signal.SIGTERM)
     out, _ = finish(processes)
-    (saved,) = (int(path.name) for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal())
+    names = [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name.isdecimal()]
+    assert every == 1 or len(names) == 1
+    saved = max(map(int, names))
     assert f"stopped at step {saved} of 5000" in out
-    processes = start_both(config, "steps=5000", "checkpoints.every=100000")
+    processes = start_both(config, "steps=5000", f"checkpoints.every={every}")
     while losses(tmp_path / "run").keys() <= set(range(saved + 2)):
         assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
         assert time.monotonic() < until
@@ -145,6 +154,18 @@ def test_a_signal_to_one_stops_both(config, tmp_path):
     assert f"steps {saved}..5000" in finish(processes)[0]
     steps = list(losses(tmp_path / "run"))
     assert steps == list(range(1, len(steps) + 1))
+
+
+def test_processes_that_disagree(config, tmp_path):
+    """Each would train on its own terms and the run would end well: both refuse, before anything is written."""
+    port = free_port()
+    rates = enumerate(["1e-3", "2e-3"])
+    both = [start(config, f"optimizer.learning_rate={rate}", devices=4, process=i, port=port) for i, rate in rates]
+    for process in both:
+        _, error = process.communicate(timeout=300)
+        assert process.returncode == 2
+        assert "process 1 has config.optimizer.learning_rate 0.002, the first one 0.001" in error
+    assert not (tmp_path / "run").exists()
 
 
 def test_no_other_process(config):

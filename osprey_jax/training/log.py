@@ -27,8 +27,12 @@ class Log:
             self._board = SummaryWriter(str(run_dir / "tensorboard"), purge_step=start)
         self._bar = tqdm(total=steps, initial=start, unit="step", disable=not self._active or not sys.stderr.isatty())
 
-    def update(self, step: int, values: dict[str, float], tokens: int, waited: float) -> None:
-        self._tokens, self._waited = self._tokens + tokens, self._waited + waited
+    def waited(self, seconds: float) -> None:
+        """For data, just now: it counts where it was spent, which is before the batch's own step."""
+        self._waited += seconds
+
+    def update(self, step: int, values: dict[str, float], tokens: int) -> None:
+        self._tokens += tokens
         self._bar.set_postfix_str(f"loss {values['loss']:.3f}", refresh=False)
         self._bar.update(step - self._bar.n)
         # The first step compiles: it says nothing of the speed.

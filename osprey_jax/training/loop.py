@@ -16,6 +16,7 @@ from typing import Any
 import jax
 import numpy as np
 import yaml
+from jax.experimental import multihost_utils
 
 from osprey_jax.command import UserError
 from osprey_jax.config import Run
@@ -60,6 +61,7 @@ def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
     train_step = make_train_step(stage.design.objective, optimizer, mesh, shapes, stage.design.frozen)
     eval_step = make_eval_step(stage.design.objective, mesh, shapes, stage.design.frozen)
     facts = {"config": _what_matters(config), "steps": steps, "data": stage.rows.fingerprint, **stage.fingerprints}
+    _check_all_agree(config, stage, facts)
     # Nothing is written before the weights have been read and found right.
     fresh = None if saved_steps(config.run_dir / "checkpoints") else new_state(*stage.start(), optimizer)
 
@@ -97,14 +99,17 @@ def train(config: Run, stage: Stage, mesh: jax.sharding.Mesh) -> None:
             stop = anyone_stops(stopped())
             # While the devices are at it:
             coming = None if last else _fetch(source, mesh, config.accumulation)
+            if coming is not None:
+                log.waited(coming.waited)
             if unread is not None:
                 unread.read(stage, log)
-            stopping = stopped() if stop is None else unread is not None and unread.stops()
+            stopping = stopped() if stop is None else unread is not None and unread.stops()  # alike in all processes
             unread = _Unread(step, metrics, stop, batch, float(rate(step - 1)))
 
             evaluates = last or (config.eval_every is not None and step % config.eval_every == 0)
             if last or stopping or evaluates or step % config.checkpoints.every == 0:
                 unread.read(stage, log)  # a state is saved only once its metrics are known to be finite
+                stopping = stopping or unread.stops()
                 unread = None
             if evaluates and stage.eval_rows is not None and not stopping:
                 rows = config.batch_size // config.accumulation
@@ -135,7 +140,7 @@ def evaluate(
         batch.pop("row")
         if jax.process_count() == 1 and stopped():
             return None
-        metrics = eval_step(state, stage.frozen, jax.tree.map(lambda x: x[0], _place(batch, mesh, 1)))
+        metrics = eval_step(state, stage.frozen, _place(batch, rows_over(mesh)))
         totals = metrics if totals is None else jax.tree.map(jax.numpy.add, totals, metrics)
     return stage.design.objective.report(jax.device_get(totals))
 
@@ -155,7 +160,8 @@ def _fetch(source: Iterator[dict[str, np.ndarray]], mesh: jax.sharding.Mesh, par
     batch = next(source)
     row_numbers = batch.pop("row")
     tokens = int(np.count_nonzero(batch["segment_ids"])) * jax.process_count()
-    arrays = _place(batch, mesh, parts)
+    parted = {name: array.reshape(parts, -1, array.shape[-1]) for name, array in batch.items()}
+    arrays = _place(parted, rows_over(mesh, leading=1))
     return _Batch(arrays, row_numbers, tokens, time.perf_counter() - asked)
 
 
@@ -170,7 +176,7 @@ class _Unread:
     rate: float
 
     def stops(self) -> bool:
-        return bool(jax.device_get(self.stop) > 0)
+        return self.stop is not None and bool(jax.device_get(self.stop) > 0)
 
     def read(self, stage: Stage, log: Log) -> None:
         """Log the step. `UserError` where its loss or gradient is not finite."""
@@ -182,14 +188,12 @@ class _Unread:
                 f"saved. Its rows: {ids}. Lower optimizer.learning_rate, or look at these records"
             )
         values = stage.design.objective.report(metrics) | {"grad_norm": float(metrics["grad_norm"])}
-        log.update(self.step, values | {"learning_rate": self.rate}, self.batch.tokens, self.batch.waited)
+        log.update(self.step, values | {"learning_rate": self.rate}, self.batch.tokens)
 
 
-def _place(batch: dict[str, np.ndarray], mesh: jax.sharding.Mesh, parts: int) -> dict[str, jax.Array]:
-    """This process's rows (rows, S) as a global array (parts, rows of a part, S) over all devices."""
-    sharding = rows_over(mesh, leading=1)
-    parted = {name: array.reshape(parts, -1, array.shape[-1]) for name, array in batch.items()}
-    return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in parted.items()}
+def _place(batch: dict[str, np.ndarray], sharding: jax.sharding.Sharding) -> dict[str, jax.Array]:
+    """This process's rows as global arrays over all devices."""
+    return {name: jax.make_array_from_process_local_data(sharding, array) for name, array in batch.items()}
 
 
 def _agreement(mesh: jax.sharding.Mesh) -> Callable[[bool], jax.Array | None]:
@@ -214,6 +218,29 @@ def _agreement(mesh: jax.sharding.Mesh) -> Callable[[bool], jax.Array | None]:
 
 def _what_matters(config: Run) -> dict:
     return json.loads(config.model_dump_json(exclude=FREE_KEYS))
+
+
+def _check_all_agree(config: Run, stage: Stage, facts: dict) -> None:
+    """`UserError`, in all processes, where one has another config, other data or other files than the first.
+
+    It would train another model on its part of the rows, or wait for the others at another step.
+    """
+    if jax.process_count() == 1:
+        return
+    own = {"compilation_cache": True, "data": {"train", "eval", "cache_dir", "processes"}}  # a host's own business
+    evaluated = None if stage.eval_rows is None else stage.eval_rows.fingerprint
+    mine = facts | {"config": json.loads(config.model_dump_json(exclude=own)), "eval": evaluated}
+    text = json.dumps(mine).encode()
+    size = int(np.max(multihost_utils.process_allgather(np.int32(len(text)))))
+    texts = multihost_utils.process_allgather(np.frombuffer(text.ljust(size), np.uint8))
+    first, *others = [_flat(json.loads(bytes(text))) for text in texts]
+    for process, other in enumerate(others, 1):
+        for key in sorted(first.keys() | other.keys()):
+            if first.get(key) != other.get(key):
+                raise UserError(
+                    f"process {process} has {key} {other.get(key)!r}, the first one {first.get(key)!r}; start all "
+                    "with the same config, data and models"
+                )
 
 
 def check_run_directory(run_dir: Path) -> None:
