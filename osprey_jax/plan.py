@@ -37,6 +37,8 @@ def main() -> None:
     config = load_config(arguments.config, arguments.overrides, TrainConfig)
     if arguments.json is not None and not arguments.json.resolve().parent.is_dir():
         raise UserError(f"--json {arguments.json}: no such directory {arguments.json.resolve().parent}")
+    if arguments.json is not None and arguments.json.is_dir():
+        raise UserError(f"--json {arguments.json} is a directory; name a file")
     _before_jax()
     from osprey_jax.files import write_json
     from osprey_jax.planning.compiled import check_plugin, compile_step
@@ -71,7 +73,7 @@ def _share(text: str) -> float:
 
 
 def _before_jax() -> None:
-    """What JAX and XLA read when they start. What the user has set stays."""
+    """What JAX and XLA read when they start. Flags and levels that the user has set stay."""
     os.environ["JAX_PLATFORMS"] = "cpu"  # a GPU of this machine would be taken for the compilation's
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
     flags = os.environ.get("XLA_FLAGS", "")

@@ -15,6 +15,16 @@ GOLDEN = Path(__file__).parent / "golden"
 jax.config.update("jax_disable_most_optimizations", True)
 
 
+@pytest.fixture(autouse=True, scope="module")
+def _forget_compiled():
+    """What the tests of one file compiled goes before the next.
+
+    A training step takes a thousand memory mappings, of which Linux gives a process 65530.
+    """
+    yield
+    jax.clear_caches()
+
+
 @pytest.fixture(params=["qwen3", "llama"])
 def golden(request) -> Path:
     """The directory of one of the two golden cases."""

@@ -80,9 +80,10 @@ def _collective(module: hlo.Module, instruction: hlo.Instruction, gpus_a_host: i
     members = max(len(group) for group in groups)
     hosts = max(len({gpu // gpus_a_host for gpu in group}) for group in groups)
     result = instruction.type
-    if instruction.opcode.endswith("-start"):  # (operands, results, ...), but for an all-reduce that reuses its operand
-        halves = hlo.parts(result)
-        result = halves[1] if len(halves) > 1 else result
+    if instruction.opcode.endswith("-start"):  # (operands, results, ...), but for an all-reduce, which may have results
+        halves = hlo.parts(result)  # alone, several where some were combined
+        both = len(halves) > 1 and (kind != "all-reduce" or halves[0].startswith("("))
+        result = halves[1] if both else result
     whole = hlo.size(result) * (members if kind == "reduce-scatter" else 1)
     twice = 2 if kind == "all-reduce" else 1
     if kind == "collective-permute":

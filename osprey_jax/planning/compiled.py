@@ -103,7 +103,14 @@ def compile_step(config: PretrainConfig | DistillConfig, cluster: Cluster) -> Co
         lowered_at = time.perf_counter()
         with tempfile.TemporaryDirectory() as directory:
             options = {"xla_dump_to": directory, "xla_dump_hlo_as_text": True}
-            compiled = lowered.compile(compiler_options=options)
+            try:
+                compiled = lowered.compile(compiler_options=options)
+            except jax.errors.JaxRuntimeError as error:
+                reason = (str(error).splitlines() or [""])[0][:300]
+                raise UserError(
+                    f"XLA cannot compile this step for {cluster.gpu.kind} ({reason}); pip install '.[plan]' installs "
+                    "all that it needs"
+                ) from error
             finished = time.perf_counter()
             dumps = [_dumped(Path(directory), name) for name in ("live-range", "buffer-assignment")]
     module = hlo.Module(compiled.as_text())

@@ -118,7 +118,7 @@ def _next_guess(tried: dict[int, int], available: int, low: int, high: int | Non
         slope = (tried[other] - tried[one]) / (other - one)
         if slope > 0:
             guess = one + math.floor((available - tried[one]) / slope)
-    return max(low + 1, guess if high is None else min(guess, high - 1))
+    return max(low + 1, min(guess, 4 * low) if high is None else min(guess, high - 1))
 
 
 def _mosaic_needs(config: TrainConfig, compiled: CompiledStep) -> str | None:

@@ -35,7 +35,7 @@ class Log:
         self._tokens += tokens
         self._bar.set_postfix_str(f"loss {values['loss']:.3f}", refresh=False)
         self._bar.update(step - self._bar.n)
-        # The first step compiles: it says nothing of the speed.
+        # The first interval holds the compilation: it says nothing of the speed.
         first = step == self._start + 1
         if step % self._every == 0 or first or step == self._steps:
             now = time.perf_counter()

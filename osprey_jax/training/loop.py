@@ -230,6 +230,7 @@ def _check_all_agree(config: Run, stage: Stage, facts: dict) -> None:
     own = {"compilation_cache": True, "data": {"train", "eval", "cache_dir", "processes"}}  # a host's own business
     evaluated = None if stage.eval_rows is None else stage.eval_rows.fingerprint
     mine = facts | {"config": json.loads(config.model_dump_json(exclude=own)), "eval": evaluated}
+    mine["steps saved in run_dir"] = saved_steps(config.run_dir / "checkpoints")  # one that not all hosts see
     text = json.dumps(mine).encode()
     size = int(np.max(multihost_utils.process_allgather(np.int32(len(text)))))
     texts = multihost_utils.process_allgather(np.frombuffer(text.ljust(size), np.uint8))
@@ -239,7 +240,7 @@ def _check_all_agree(config: Run, stage: Stage, facts: dict) -> None:
             if first.get(key) != other.get(key):
                 raise UserError(
                     f"process {process} has {key} {other.get(key)!r}, the first one {first.get(key)!r}; start all "
-                    "with the same config, data and models"
+                    "with the same config, data, models and a run_dir that all see"
                 )
 
 

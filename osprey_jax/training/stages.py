@@ -64,6 +64,7 @@ def design(config: PretrainConfig | DistillConfig, mesh: Mesh) -> Design:
     Raises:
       UserError: models that do not fit each other or the mesh; an attention kernel that cannot run.
     """
+    check_length(config)
     return _pretrain_design(config, mesh) if isinstance(config, PretrainConfig) else _distill_design(config, mesh)
 
 
@@ -79,16 +80,27 @@ def prepared(config: PretrainConfig | DistillConfig) -> tuple[Rows, Rows | None]
       UserError: as `prepare`; a row exceeds the model's positions, the tokenizer its vocabulary.
     """
     data, how = config.data, recipe(config)
-    source = config.target if isinstance(config, DistillConfig) else config.model.numbers_from
-    model = hf_config.transformer_config(source)
-    if data.length > model.max_position_embeddings:
-        limit = model.max_position_embeddings
-        raise UserError(f"data.length {data.length} exceeds max_position_embeddings {limit} of {source}")
+    check_length(config)
+    _, model = _numbers(config)
     check_tokenizer(load_tokenizer(how.tokenizer), model.vocab_size, str(how.tokenizer))
     for path in find_files(data.train) + (find_files(data.eval) if data.eval else []):
         how.check(path)
     rows = prepare(data.train, how, data.cache_dir, data.processes)
     return rows, prepare(data.eval, how, data.cache_dir, data.processes) if data.eval else None
+
+
+def check_length(config: PretrainConfig | DistillConfig) -> None:
+    """`UserError` where rows are longer than the model has positions."""
+    source, model = _numbers(config)
+    if config.data.length > model.max_position_embeddings:
+        limit = model.max_position_embeddings
+        raise UserError(f"data.length {config.data.length} exceeds max_position_embeddings {limit} of {source}")
+
+
+def _numbers(config: PretrainConfig | DistillConfig) -> tuple[Path, TransformerConfig]:
+    """(where they stand, the numbers) of the model that a run's rows are for."""
+    source = config.target if isinstance(config, DistillConfig) else config.model.numbers_from
+    return source, hf_config.transformer_config(source)
 
 
 def recipe(config: PretrainConfig | DistillConfig) -> Recipe:

@@ -71,8 +71,9 @@ def measure_step(stage: str, rows: int, length: int, tiny: bool) -> dict:
     step = statistics.median(seconds)
     steps = asked.ttt.length if stage == "distill" else 1
     needed = flops.needed(planned.trained, planned.target, rows=rows, length=length, steps=steps).total
-    known = [kind for kind in hardware.kinds() if kind in device.device_kind.lower()]
-    peak = hardware.load_gpu(known[0]).flops[asked.compute_dtype] if known else None
+    known = {gpu.name: gpu for gpu in map(hardware.load_gpu, hardware.kinds())}  # an H100 PCIe has another peak
+    gpu = known.get(device.device_kind)
+    peak = None if gpu is None else gpu.flops[asked.compute_dtype]
     memory = device.memory_stats() or {}  # a CPU has none
     return {
         "seconds": step,

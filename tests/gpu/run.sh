@@ -1,5 +1,6 @@
 #!/bin/sh
-# Numerics, speed and memory on a machine with one NVIDIA GPU, in less than 8 minutes (without the installation).
+# Numerics, speed and memory on a machine with one NVIDIA GPU, meant to take less than 8 minutes (without the
+# installation).
 #
 # tests/gpu/run.sh [--venv DIR] [--extra cuda12|cuda13] [--tiny] [OUT.json]
 #

@@ -37,6 +37,7 @@ def one(line: str, *, gpus_a_host: int = 8, trips: int = 1):
         ),
         (f"%a = f32[2]{{0}} reduce-scatter(%x), {ALL}, to_apply=%add", "reduce-scatter", 64),
         (f"%a = f32[5]{{0}} all-reduce-start(%x), {ALL}, to_apply=%add", "all-reduce", 20),
+        (f"%a = (f32[5]{{0}}, f32[7]{{0}}) all-reduce-start(%x, %y), {ALL}, to_apply=%add", "all-reduce", 48),
         (f"%a = ((f32[5]{{0}}), f32[5]{{0}}) all-reduce-start(%x), {ALL}, to_apply=%add", "all-reduce", 20),
     ],
 )
