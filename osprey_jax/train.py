@@ -1,9 +1,13 @@
 """Train a backbone on text (`stage: pretrain`) or a drafter on conversations (`stage: distill`)."""
 
 import os
+import socket
+import time
 
 from osprey_jax.command import UserError, run
 from osprey_jax.config import TrainConfig, config_parser, load_config
+
+PATIENCE = 300.0  # seconds for the first process to be there; JAX gives the others as much
 
 
 def main() -> None:
@@ -14,13 +18,13 @@ def main() -> None:
         help="one of several processes: found through Slurm, Open MPI or Kubernetes, or told by "
         "JAX_COORDINATOR_ADDRESS (host:port of the first), JAX_NUM_PROCESSES and JAX_PROCESS_ID",
     )
-    arguments = parser.parse_intermixed_args()  # overrides may stand between options
+    arguments = parser.parse_args()
     config = load_config(arguments.config, arguments.overrides, TrainConfig)
     # Here, since processes that prepare data import this module too, and have no need of JAX.
     import jax
 
     if config.compilation_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", str(config.compilation_cache.expanduser().absolute()))
+        jax.config.update("jax_compilation_cache_dir", str(config.compilation_cache.absolute()))
     if arguments.distributed:
         _join()
     from osprey_jax.training import stages
@@ -36,6 +40,7 @@ def _join() -> None:
     """Become one of the processes of a run. `UserError` where they cannot be found."""
     import jax
 
+    _await_first()
     # Without it two CPU programs may run at once, and their collectives meet in another order in each process.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     told = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
@@ -48,6 +53,29 @@ def _join() -> None:
             f"--distributed: the other processes were not found ({reason}); start it with srun or mpirun, or set "
             "JAX_COORDINATOR_ADDRESS, JAX_NUM_PROCESSES and JAX_PROCESS_ID for each process"
         ) from error
+
+
+def _await_first() -> None:
+    """Until the first process listens, where the environment says at which address.
+
+    JAX ends a process that waits in vain by an abort in native code, which no `except` sees.
+    """
+    address, process = os.environ.get("JAX_COORDINATOR_ADDRESS", ""), os.environ.get("JAX_PROCESS_ID", "0")
+    host, _, port = address.rpartition(":")
+    if process == "0" or not host or not port.isdecimal():
+        return
+    until = time.monotonic() + PATIENCE
+    while True:
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), timeout=5).close()
+            return
+        except (OSError, OverflowError) as error:
+            if time.monotonic() > until:
+                raise UserError(
+                    f"--distributed: no first process at JAX_COORDINATOR_ADDRESS {address} within {PATIENCE:.0f} s "
+                    f"({error}); start process 0 there, or correct the address"
+                ) from error
+        time.sleep(0.5)
 
 
 if __name__ == "__main__":

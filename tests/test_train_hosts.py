@@ -15,6 +15,7 @@ import yaml
 from safetensors.numpy import load_file
 
 from export.to_sglang import to_sglang
+from osprey_jax import train
 from tests.conftest import GOLDEN
 
 CASE = GOLDEN / "qwen3"
@@ -26,9 +27,7 @@ def _none_left():
     """A test that fails leaves no process behind."""
     yield
     while STARTED:
-        process = STARTED.pop()
-        process.kill()
-        process.wait()
+        STARTED.pop().kill()
 
 
 @pytest.fixture
@@ -138,7 +137,7 @@ def test_a_signal_to_one_stops_both(config, tmp_path, every):
     metrics = tmp_path / "run" / "metrics.jsonl"
     until = time.monotonic() + 240
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
-        assert all(process.poll() is None for process in processes)
+        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
         assert time.monotonic() < until
         time.sleep(0.1)
     processes[1].send_signal(signal.SIGTERM)
@@ -149,7 +148,7 @@ def test_a_signal_to_one_stops_both(config, tmp_path, every):
     assert f"stopped at step {saved} of 5000" in out
     processes = start_both(config, "steps=5000", f"checkpoints.every={every}")
     while losses(tmp_path / "run").keys() <= set(range(saved + 2)):
-        assert all(process.poll() is None for process in processes)
+        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
         assert time.monotonic() < until
         time.sleep(0.1)
     processes[0].send_signal(signal.SIGTERM)
@@ -178,3 +177,13 @@ def test_no_other_process(config):
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120)
     assert done.returncode != 0
     assert done.stderr.count("\n") == 1 and "JAX_COORDINATOR_ADDRESS" in done.stderr
+
+
+def test_no_first_process(config, monkeypatch, run_command):
+    """At the address that was given: one line, where JAX alone would abort in native code."""
+    monkeypatch.setattr(train, "PATIENCE", 0.0)
+    address = f"127.0.0.1:{free_port()}"
+    for name, value in {"COORDINATOR_ADDRESS": address, "NUM_PROCESSES": "2", "PROCESS_ID": "1"}.items():
+        monkeypatch.setenv(f"JAX_{name}", value)
+    status, _, error = run_command(train.main, "--distributed", "--config", config)
+    assert status == 2 and error.count("\n") == 1 and address in error
