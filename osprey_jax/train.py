@@ -18,13 +18,13 @@ def main() -> None:
         help="one of several processes: found through Slurm, Open MPI or Kubernetes, or told by "
         "JAX_COORDINATOR_ADDRESS (host:port of the first), JAX_NUM_PROCESSES and JAX_PROCESS_ID",
     )
-    arguments = parser.parse_args()
+    arguments = parser.parse_intermixed_args()  # overrides may stand between options
     config = load_config(arguments.config, arguments.overrides, TrainConfig)
     # Here, since processes that prepare data import this module too, and have no need of JAX.
     import jax
 
     if config.compilation_cache is not None:
-        jax.config.update("jax_compilation_cache_dir", str(config.compilation_cache.absolute()))
+        jax.config.update("jax_compilation_cache_dir", str(config.compilation_cache.expanduser().absolute()))
     if arguments.distributed:
         _join()
     from osprey_jax.training import stages

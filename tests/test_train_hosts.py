@@ -27,7 +27,9 @@ def _none_left():
     """A test that fails leaves no process behind."""
     yield
     while STARTED:
-        STARTED.pop().kill()
+        process = STARTED.pop()
+        process.kill()
+        process.wait()
 
 
 @pytest.fixture
@@ -137,7 +139,7 @@ def test_a_signal_to_one_stops_both(config, tmp_path, every):
     metrics = tmp_path / "run" / "metrics.jsonl"
     until = time.monotonic() + 240
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 2):
-        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
+        assert all(process.poll() is None for process in processes)
         assert time.monotonic() < until
         time.sleep(0.1)
     processes[1].send_signal(signal.SIGTERM)
@@ -148,7 +150,7 @@ def test_a_signal_to_one_stops_both(config, tmp_path, every):
     assert f"stopped at step {saved} of 5000" in out
     processes = start_both(config, "steps=5000", f"checkpoints.every={every}")
     while losses(tmp_path / "run").keys() <= set(range(saved + 2)):
-        assert all(process.poll() is None for process in processes), [p.communicate() for p in processes]
+        assert all(process.poll() is None for process in processes)
         assert time.monotonic() < until
         time.sleep(0.1)
     processes[0].send_signal(signal.SIGTERM)
