@@ -41,7 +41,7 @@ def _join() -> None:
     import jax
 
     _await_first()
-    # Without it two CPU programs may run at once, and their collectives meet in another order in each process.
+    # On CPUs a program in flight may wait for one of another process that is itself held back behind many others.
     jax.config.update("jax_cpu_enable_async_dispatch", False)
     told = {"num_processes": "JAX_NUM_PROCESSES", "process_id": "JAX_PROCESS_ID"}
     try:
