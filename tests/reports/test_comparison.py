@@ -57,7 +57,7 @@ def test_table_says_which_differences_are_seen():
     few = result("few", [3.0, 5.0], [0.5, 4.0])
     text = table(compare([RESULTS[0], RESULTS[1], few], seed=0))
     starred = [line for line in text.splitlines() if line.endswith("*")]
-    assert [line.split()[:3] for line in starred] == [["osprey", "-", "off"]]
+    assert [line.split()[:3] for line in starred] == [["osprey", "-", "off"], ["few", "-", "off"]]
     assert "osprey - few, code, seconds: left out are requests, 1 that only osprey has" in text
 
 
