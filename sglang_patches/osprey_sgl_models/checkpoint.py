@@ -20,6 +20,7 @@ UNSUPPORTED = (
     "use_aux_norm",
     "use_sliding_window",
 )
+LAYOUT = 1  # of the exports; those without the key, as the release's, are of this one
 REQUIRED = ("draft_vocab_size", "target_hidden_size", "head_dim")
 
 # Parameters that hold several of a checkpoint's tensors, and what their loaders call each.
@@ -29,8 +30,19 @@ STACKED = {
 }
 
 
+def check_layout(config) -> None:
+    """`ValueError` where the checkpoint was written for a later version of this package."""
+    layout = getattr(config, "osprey_layout", LAYOUT)
+    if layout != LAYOUT:
+        raise ValueError(
+            f"{_name(config)}: osprey_layout {layout} in config.json, and this is for {LAYOUT}: the drafter was "
+            "written by a newer osprey-jax; update sglang_patches to it"
+        )
+
+
 def check_config(config) -> None:
     """`ValueError` naming a key that is missing, or that asks for what this package does not compute."""
+    check_layout(config)
     eagle = getattr(config, "eagle_config", None) or {}
     for key in REQUIRED:
         if not isinstance(getattr(config, key, None), int):
@@ -49,6 +61,12 @@ def check_config(config) -> None:
     for key, (value, only) in supported.items():
         if value != only:
             raise ValueError(f"{_name(config)}: {key} is {value}; osprey_sgl_models supports only {only}")
+    # SGLang captures in the target's order, each once; -1 would be the target's embedding.
+    if taps is not None and (taps != sorted(set(taps)) or taps[0] < 0):
+        raise ValueError(
+            f"{_name(config)}: eagle_aux_hidden_state_layer_ids {taps} in config.json are not different blocks, "
+            "counted from 0, in ascending order"
+        )
 
 
 def load_checkpoint(

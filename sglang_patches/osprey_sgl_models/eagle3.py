@@ -1,18 +1,21 @@
 """The classes that SGLang finds under the names in a drafter's `architectures`."""
 
 import copy
+import logging
 from collections.abc import Iterable
 
 import torch
 from sglang.srt.layers.logits_processor import LogitsProcessor
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead
 from sglang.srt.models import llama_eagle3
-from sglang.srt.runtime_context import get_parallel
 from sglang.srt.utils import add_prefix
 from torch import nn
 
-from osprey_sgl_models.checkpoint import check_config, load_checkpoint
-from osprey_sgl_models.two_streams import TwoStreamModel
+from .checkpoint import check_config, check_layout, load_checkpoint
+from .two_streams import TwoStreamModel
+from .versions import get_pp_group
+
+logger = logging.getLogger(__name__)
 
 
 class TwoStreamForCausalLM(llama_eagle3.LlamaForCausalLMEagle3):
@@ -25,7 +28,7 @@ class TwoStreamForCausalLM(llama_eagle3.LlamaForCausalLMEagle3):
         check_config(config)
         self.config = config
         self.quant_config = quant_config
-        self.pp_group = get_parallel().pp_group
+        self.pp_group = get_pp_group()
         self.model = TwoStreamModel(config, quant_config, add_prefix("model", prefix), qk_norm=self.qk_norm)
         self._draft_window_size = self.model.window
         self.lm_head = ParallelLMHead(
@@ -49,9 +52,18 @@ class TwoStreamForCausalLM(llama_eagle3.LlamaForCausalLMEagle3):
         self.hot_token_id = load_checkpoint(self, weights, optional)
 
     def set_embed(self, embed: torch.Tensor) -> None:
-        """The worker offers the target's table to every EAGLE-3 draft."""
+        """The worker offers the target's table to every EAGLE-3 draft.
+
+        A table of our own that equals it is right only where the backbone is the target's own and was not trained:
+        not refused, and said.
+        """
         if not self.owns_embedding:
             super().set_embed(embed)
+        elif torch.equal(self.model.embed_tokens.weight, embed):
+            logger.warning(
+                f"draft model {self.config._name_or_path}: its embedding is the target's, bit for bit; a drafter that "
+                "was trained has one of its own: unless it was cut from this target, export it again"
+            )
 
 
 class Qwen3ForCausalLMEagle3(TwoStreamForCausalLM):
@@ -66,7 +78,9 @@ class LlamaForCausalLMEagle3(TwoStreamForCausalLM):
     qk_norm = False
 
     def __new__(cls, config, quant_config=None, prefix=""):
-        if config.num_hidden_layers == 1 and not getattr(config, "swap_h_and_emb", False):
+        check_layout(config)
+        biases = getattr(config, "attention_bias", False) or getattr(config, "mlp_bias", False)  # SGLang's has none
+        if config.num_hidden_layers == 1 and not getattr(config, "swap_h_and_emb", False) and not biases:
             return llama_eagle3.LlamaForCausalLMEagle3(config, quant_config, prefix)
         return super().__new__(cls)
 

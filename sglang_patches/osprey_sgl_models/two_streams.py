@@ -13,10 +13,10 @@ from sglang.srt.layers.radix_attention import RadixAttention
 from sglang.srt.layers.rotary_embedding import get_rope
 from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.models.utils import apply_qk_norm
-from sglang.srt.runtime_context import get_spec
 from sglang.srt.utils import add_prefix
-from sglang.srt.utils.hf_transformers import get_rope_config
 from torch import nn
+
+from .versions import draft_window, rope_config
 
 
 class Attention(nn.Module):
@@ -45,7 +45,7 @@ class Attention(nn.Module):
         if qk_norm:
             self.q_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
             self.k_norm = RMSNorm(self.head_dim, eps=config.rms_norm_eps)
-        theta, scaling = get_rope_config(config)
+        theta, scaling = rope_config(config)
         self.rotary_emb = get_rope(
             self.head_dim,
             rotary_dim=self.head_dim,
@@ -130,8 +130,9 @@ class TwoStreamModel(nn.Module):
 
     def __init__(self, config, quant_config, prefix, *, qk_norm):
         super().__init__()
+        self.name = f"draft model {config._name_or_path}"
         self.swap = bool(getattr(config, "swap_h_and_emb", False))
-        self.window = get_spec().speculative_draft_window_size
+        self.window = draft_window()
         self.embed_tokens = VocabParallelEmbedding(
             config.vocab_size, config.hidden_size, prefix=add_prefix("embed_tokens", prefix)
         )
@@ -152,8 +153,16 @@ class TwoStreamModel(nn.Module):
         feature = forward_batch.spec_info.hidden_states
         # Steps of a chain carry our own stream, all others the target's three states. Their widths may be equal.
         if not forward_batch.forward_mode.is_decode():
-            feature = self.fc(feature)
+            feature = self._project(feature)
         stream, constant = (embedding, feature) if self.swap else (feature, embedding)
         for layer in self.layers:
             stream = layer(positions, constant, stream, forward_batch)
         return self.norm(stream), [stream]
+
+    def _project(self, features):
+        if features.shape[-1] != self.fc.in_features:
+            raise ValueError(
+                f"{self.name}: the target gives {features.shape[-1]} numbers a token, the drafter reads "
+                f"{self.fc.in_features}; it was made for another target, or taps a block that this one does not have"
+            )
+        return self.fc(features)
