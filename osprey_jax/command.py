@@ -1,12 +1,15 @@
 """What every command shares: bad input is one line on stderr and a non-zero exit, never a traceback."""
 
 import argparse
+import asyncio
 import io
 import os
 import signal
 import sys
-from collections.abc import Callable
-from typing import NoReturn
+from collections.abc import Callable, Coroutine
+from typing import Any, NoReturn, TypeVar
+
+Result = TypeVar("Result")
 
 
 class UserError(Exception):
@@ -44,6 +47,30 @@ def run(main: Callable[[], None]) -> None:
         sys.exit(_complain(f"{where}{error.strerror}", 2))
     except KeyboardInterrupt:
         sys.exit(_complain("interrupted; run the same command again to go on", 130))
+
+
+def run_async(work: Coroutine[Any, Any, Result]) -> Result:
+    """`asyncio.run`, whose tasks end in order at SIGTERM too, not only at Ctrl-C.
+
+    Of what several tasks raise, the first comes out.
+    """
+
+    async def cancellable() -> Result:
+        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
+        return await work
+
+    before = signal.getsignal(signal.SIGTERM)
+    try:
+        return asyncio.run(cancellable())
+    except asyncio.CancelledError:
+        sys.exit(143)
+    except BaseExceptionGroup as group:
+        error: BaseException = group
+        while isinstance(error, BaseExceptionGroup):
+            error = error.exceptions[0]
+        raise error from None
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _complain(message: object, status: int) -> int:

@@ -19,6 +19,21 @@ Positive = Annotated[int, pydantic.Field(ge=1, strict=True)]
 Seed = Annotated[int, pydantic.Field(ge=0, lt=2**32, strict=True)]  # what a random key is made of
 TemplateOptions = dict[str, pydantic.JsonValue]  # passed to the chat template, as serving does (enable_thinking: false)
 Decay = Annotated[float, pydantic.Field(ge=0, lt=1)]
+Seconds = Annotated[float, pydantic.Field(gt=0)]
+
+
+def _base_url(server: str) -> str:
+    url = server.rstrip("/").removesuffix("/v1")
+    try:
+        port = urllib.parse.urlsplit(url).port  # raises where it is none, or an IPv6 address is unfinished
+    except ValueError:
+        port = 0
+    if port == 0 or not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", url):
+        raise ValueError(f"{url!r} is no base URL such as http://host:30000")
+    return url
+
+
+BaseURL = Annotated[str, pydantic.AfterValidator(_base_url)]  # http://host:30000
 
 
 class Section(pydantic.BaseModel):
@@ -186,6 +201,8 @@ TrainConfig = Annotated[PretrainConfig | DistillConfig, pydantic.Field(discrimin
 
 # ---- regenerate, evaluate
 
+OFF = "off"  # the arm without speculation
+
 
 class RegenerateConfig(Section):
     """`regenerate`: the target answers the user turns of conversations, in this process or behind servers."""
@@ -202,24 +219,17 @@ class RegenerateConfig(Section):
     batch_size: Positive = 8
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
     # by servers
-    servers: list[str] = []  # base URLs of OpenAI-compatible servers of one model (http://host:30000)
+    servers: list[BaseURL] = []  # OpenAI-compatible servers of one model
     concurrency: Positive = 32  # requests that a server has at one time
-    timeout: Annotated[float, pydantic.Field(gt=0)] = 1800.0  # seconds that one answer may take
+    timeout: Seconds = 1800.0  # that one answer may take
 
     @pydantic.field_validator("servers")
     @classmethod
-    def _urls(cls, servers: list[str]) -> list[str]:
-        urls = [server.rstrip("/").removesuffix("/v1") for server in servers]
-        for url in urls:
-            try:
-                port = urllib.parse.urlsplit(url).port  # raises where it is none, or an IPv6 address is unfinished
-            except ValueError:
-                port = 0
-            if port == 0 or not re.fullmatch(r"https?://[^/\s?#]+(/[^\s?#]*)?", url):
-                raise ValueError(f"{url!r} is no base URL such as http://host:30000")
-            if urls.count(url) > 1:
+    def _none_twice(cls, servers: list[str]) -> list[str]:
+        for url in servers:
+            if servers.count(url) > 1:
                 raise ValueError(f"{url} is named twice")
-        return urls
+        return servers
 
     @pydantic.model_validator(mode="after")
     def _consistent(self) -> Self:
@@ -235,19 +245,71 @@ class RegenerateConfig(Section):
 
 
 class EvaluateConfig(Section):
-    """`evaluate`: accepted length of drafters on prompts, under greedy chain speculation."""
+    """`evaluate`: accepted length, latency and throughput of drafters on prompts, greedy, by chain speculation.
 
-    target: Path
-    drafters: dict[str, Path]
-    prompts: dict[str, Path]  # prompt set -> conversations (JSONL); the turns before the first assistant turn count
+    What is measured are *arms*: the drafters, and `off`, the target without speculation.
+    """
+
+    engine: Literal["in_process", "sglang"] = "in_process"
+    target: Path  # with running servers, its config and tokenizer files alone are read
+    drafters: dict[str, Path] = {}
+    prompts: dict[str, Path]  # prompt set -> conversations, or a benchmark's file
+    trained_on: dict[str, list[str]] = {}  # drafter -> prompt sets of the domain that it learnt
     out: Path  # a directory
     max_new_tokens: Positive = 4096
     draft_steps: Positive = 5
-    batch_size: Positive = 1
     sample: Positive | None = None  # that many prompts a set, drawn at random; None: all, in file order
-    seed: Seed = 0
+    seed: Seed = 0  # of the sample and of the intervals
     template_options: TemplateOptions = {}
+    # in this process
+    batch_size: Positive = 1
     compute_dtype: Literal["float32", "bfloat16"] = "float32"
+    # by SGLang
+    servers: dict[str, BaseURL] = {}  # arm -> a server that runs
+    sglang_python: Path | None = None  # of an environment with SGLang: starts a server for every other arm
+    sglang_arguments: list[str] = []  # of sglang.launch_server, for those ([--tp, 4])
+    start_timeout: Seconds = 1800.0  # until one of those answers
+    concurrency: list[Positive] = [1]  # requests at one time; each level is measured by itself, 1 is low load
+    timeout: Seconds = 600.0  # that a request may take
+
+    @pydantic.field_validator("sglang_arguments", mode="before")
+    @classmethod
+    def _as_text(cls, arguments: Any) -> Any:
+        return [str(item) for item in arguments] if isinstance(arguments, list) else arguments
+
+    @pydantic.model_validator(mode="after")
+    def _consistent(self) -> Self:
+        of_servers = ("servers", "sglang_python", "sglang_arguments", "start_timeout", "concurrency", "timeout")
+        other = of_servers if self.engine == "in_process" else ("batch_size", "compute_dtype")
+        if wrong := [key for key in other if key in self.model_fields_set]:
+            raise ValueError(f"{' and '.join(wrong)} does nothing with engine {self.engine}")
+        for name in (*self.drafters, *self.prompts):
+            if not re.fullmatch(r"[\w.+-]+", name):
+                raise ValueError(f"{name!r}: a drafter or prompt set is named with letters, digits and . _ + - alone")
+        if OFF in self.drafters:
+            raise ValueError(f"drafters: {OFF} is the name of the target without speculation")
+        if not self.prompts or not (self.drafters or self.engine == "sglang"):
+            raise ValueError(f"{'drafters' if self.prompts else 'prompts'}: names nothing to evaluate")
+        arms = (OFF, *self.drafters)
+        for key, names, known in (
+            ("servers", self.servers, arms),
+            ("trained_on", self.trained_on, self.drafters),
+            ("trained_on", {name for sets in self.trained_on.values() for name in sets}, self.prompts),
+        ):
+            if unknown := sorted(set(names) - set(known)):
+                raise ValueError(f"{key}: {', '.join(unknown)} is none of {', '.join(known)}")
+        if self.engine == "sglang" and self.sglang_python is None:
+            if missing := [name for name in self.drafters if name not in self.servers]:
+                raise ValueError(f"servers: none for {', '.join(missing)}, and no sglang_python that starts one")
+            if not self.servers:
+                raise ValueError("engine sglang needs servers that run, or sglang_python to start them")
+            if ignored := {"sglang_arguments", "start_timeout"} & self.model_fields_set:
+                raise ValueError(f"{' and '.join(sorted(ignored))} is for servers that sglang_python starts")
+        if len(set(self.servers.values())) < len(self.servers):
+            raise ValueError("servers: two arms have one server")
+        if len(set(self.concurrency)) < len(self.concurrency) or not self.concurrency:
+            raise ValueError("concurrency: name each level once, and at least one")
+        return self
 
 
 # ---- reading

@@ -226,7 +226,7 @@ def check_same_configs(out: Path) -> None:
 def report(out: str) -> None:
     """The table of accepted lengths, whatever it says, and how to serve a drafter."""
     results = read_json(ROOT / out / "evaluation" / "results.json")["results"]
-    found = {(result["drafter"], result["prompts"]): result for result in results}
+    found = {(result["arm"], result["prompts"]): result for result in results}
     sets = list(dict.fromkeys(result["prompts"] for result in results))
     rows = [[text, *(found[name, prompts]["accepted_length"] for prompts in sets)] for name, text in DRAFTERS.items()]
     rows.sort(key=lambda row: row[1])

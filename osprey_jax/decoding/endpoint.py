@@ -1,11 +1,13 @@
 """One OpenAI-compatible server: a chat completion asked, and everything that can come back."""
 
 import asyncio
+import contextlib
 import dataclasses
 import email.utils
 import os
 import random
 import time
+from collections.abc import AsyncIterator
 from typing import Any
 
 import httpx2
@@ -16,7 +18,7 @@ FIRST_DELAY_S, LONGEST_DELAY_S = 0.5, 60.0  # between tries; each is twice the o
 PATIENCE_S = 600.0  # with a server, or all of them, that could do but does not
 SILENCE_S = 30.0  # of a server that has requests, after which it is asked for its model
 _CONNECT_S = 30.0
-_MODELS_S = 10.0
+PROBE_S = 10.0
 _IDLE_S = 2.0  # that a connection is kept: less than servers do, so that none closes it under a request (uvicorn: 5)
 
 # Of the answers 4xx: what no conversation has caused, and what passes. All others are about the request.
@@ -65,10 +67,10 @@ class Endpoint:
     def __init__(self, url: str, timeout: float):
         """`timeout`: seconds that an answer may take. The environment's OPENAI_API_KEY, where set, is sent along."""
         self.url = url
-        self._timeout = timeout
+        self.timeout = timeout
         limits = httpx2.Limits(max_connections=None, max_keepalive_connections=None, keepalive_expiry=_IDLE_S)
         key = os.environ.get("OPENAI_API_KEY")
-        self._client = httpx2.AsyncClient(
+        self.client = httpx2.AsyncClient(
             base_url=url,
             headers={"Authorization": f"Bearer {key}"} if key else None,
             timeout=httpx2.Timeout(None, connect=_CONNECT_S),
@@ -76,7 +78,7 @@ class Endpoint:
         )
 
     async def close(self) -> None:
-        await self._client.aclose()
+        await self.client.aclose()
 
     async def card_or_fault(self) -> Card | Fault:
         try:
@@ -85,7 +87,7 @@ class Endpoint:
             return fault
 
     async def _card(self) -> Card:
-        value = _json(await self._send("GET", "/v1/models", None, _MODELS_S))
+        value = json_value(await self.send("GET", "/v1/models", None, PROBE_S))
         try:
             first = value["data"][0]
             model, context = first["id"], first.get("max_model_len")
@@ -101,25 +103,32 @@ class Endpoint:
         """
         started, delay = time.monotonic(), FIRST_DELAY_S
         while True:
-            response = await self._send("POST", "/v1/chat/completions", body, self._timeout)
+            response = await self.send("POST", "/v1/chat/completions", body, self.timeout)
             if response.status_code != 429:
                 return _answer(response)
             pause = _retry_after(response) or jittered(delay)
             if time.monotonic() + pause - started > PATIENCE_S:
-                raise Fault(f"busy for {PATIENCE_S:.0f} s ({_status(response)})", certain=True)
+                raise Fault(f"busy for {PATIENCE_S:.0f} s ({status_line(response)})", certain=True)
             await asyncio.sleep(pause)
             delay = min(2 * delay, LONGEST_DELAY_S)
 
-    async def _send(self, method: str, path: str, body: Any, timeout: float) -> httpx2.Response:
-        try:
-            async with asyncio.timeout(timeout):
-                return await self._client.request(method, path, json=body)
-        except TimeoutError as error:
-            raise Fault(f"no answer within {timeout:g} s") from error
-        except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
-            raise Fault(f"no connection ({_cause(error)})", certain=True) from error
-        except httpx2.HTTPError as error:
-            raise Fault(f"{type(error).__name__}: {error}".rstrip(": ")) from error
+    async def send(self, method: str, path: str, body: Any, timeout: float) -> httpx2.Response:
+        async with faults(timeout):
+            return await self.client.request(method, path, json=body)
+
+
+@contextlib.asynccontextmanager
+async def faults(timeout: float) -> AsyncIterator[None]:
+    """What goes wrong within the block on the way to a server and back, as a `Fault`; so does its `timeout`."""
+    try:
+        async with asyncio.timeout(timeout):
+            yield
+    except TimeoutError as error:
+        raise Fault(f"no answer within {timeout:g} s") from error
+    except (httpx2.ConnectError, httpx2.ConnectTimeout) as error:
+        raise Fault(f"no connection ({_cause(error)})", certain=True) from error
+    except httpx2.HTTPError as error:
+        raise Fault(f"{type(error).__name__}: {error}".rstrip(": ")) from error
 
 
 def _cause(error: BaseException) -> str:
@@ -145,9 +154,17 @@ def _retry_after(response: httpx2.Response) -> float | None:
         return None
 
 
-def _json(response: httpx2.Response) -> Any:
+def refuse(response: httpx2.Response) -> None:
+    """Raises `Refused` for a status that says that the request is to blame. The response has been read."""
+    status = response.status_code
+    if 400 <= status < 500 and status not in (*_SERVER_IS_WRONG, *_PASSES):
+        raise Refused(f"refused by the server: {status_line(response)}")
+
+
+def json_value(response: httpx2.Response) -> Any:
+    """Raises `Fault` for an error and for what is no JSON."""
     if response.status_code != 200:
-        raise Fault(_status(response), certain=response.status_code in _SERVER_IS_WRONG)
+        raise Fault(status_line(response), certain=response.status_code in _SERVER_IS_WRONG)
     value = parse_line(response.content)
     if isinstance(value, ValueError):
         raise Fault("an answer that is not JSON")
@@ -155,10 +172,8 @@ def _json(response: httpx2.Response) -> Any:
 
 
 def _answer(response: httpx2.Response) -> Answer:
-    status = response.status_code
-    if 400 <= status < 500 and status not in (*_SERVER_IS_WRONG, *_PASSES):
-        raise Refused(f"refused by the server: {_status(response)}")
-    value = _json(response)
+    refuse(response)
+    value = json_value(response)
     try:
         [choice] = value["choices"]
         message, finish_reason = choice["message"], choice["finish_reason"]
@@ -177,7 +192,7 @@ def _answer(response: httpx2.Response) -> Answer:
     return Answer(content, reasoning, finish_reason, *counts)
 
 
-def _status(response: httpx2.Response) -> str:
+def status_line(response: httpx2.Response) -> str:
     """The status and what an error says, in one line."""
     value: Any = parse_line(response.content)
     if isinstance(value, dict):

@@ -1,13 +1,9 @@
 """Dialogues answered by OpenAI-compatible servers (SGLang): what they serve, and the loop in which they are asked."""
 
 import asyncio
-import signal
-import sys
 import time
-from collections.abc import Coroutine
-from typing import Any, TypeVar
 
-from osprey_jax.command import UserError
+from osprey_jax.command import UserError, run_async
 from osprey_jax.config import RegenerateConfig
 from osprey_jax.data.rendering import ChatTemplate
 from osprey_jax.data.tokenizer import TOKENIZER_FILES, load_tokenizer
@@ -19,8 +15,6 @@ from osprey_jax.decoding.pool import Pool, say
 from osprey_jax.decoding.sink import Sink
 from osprey_jax.files import fingerprint, read_json
 
-Result = TypeVar("Result")
-
 
 class Source:
     """The model of `config.servers`; of `config.target`, the tokenizer and the chat template."""
@@ -30,7 +24,7 @@ class Source:
         self._config = config
         tokenizer = load_tokenizer(config.target)
         template = ChatTemplate(tokenizer, config.template_options)
-        self._card = _run(_discover(config))
+        self._card = run_async(_discover(config))
         context = self._card.context or read_json(config.target / "config.json").get("max_position_embeddings")
         if type(context) is not int:
             raise UserError(f"{config.target}: neither its config nor the servers tell the length of the context")
@@ -40,29 +34,7 @@ class Source:
 
     def answer(self, dialogues: list[Dialogue], sink: Sink) -> None:
         """Empties `dialogues`. Raises `UserError`: no server for too long, or all requests are refused."""
-        try:
-            _run(Pool(self._config, self._chat, self._card).answer(dialogues, sink))
-        except BaseExceptionGroup as group:
-            error: BaseException = group
-            while isinstance(error, BaseExceptionGroup):
-                error = error.exceptions[0]
-            raise error from None
-
-
-def _run(work: Coroutine[Any, Any, Result]) -> Result:
-    """`asyncio.run`, whose tasks end in order at SIGTERM too, not only at Ctrl-C."""
-
-    async def cancellable() -> Result:
-        asyncio.get_running_loop().add_signal_handler(signal.SIGTERM, asyncio.current_task().cancel)
-        return await work
-
-    before = signal.getsignal(signal.SIGTERM)
-    try:
-        return asyncio.run(cancellable())
-    except asyncio.CancelledError:
-        sys.exit(143)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        run_async(Pool(self._config, self._chat, self._card).answer(dialogues, sink))
 
 
 async def _discover(config: RegenerateConfig) -> Card:

@@ -185,7 +185,7 @@ def test_a_fault_from_before_an_outage(start, config, tmp_path):
 def test_a_host_that_is_gone(start, config, monkeypatch, capsys):
     """Without a word, as by a loss of power: its requests go to the other long before the time of an answer is over."""
     monkeypatch.setattr(endpoint, "SILENCE_S", 0.1)
-    monkeypatch.setattr(endpoint, "_MODELS_S", 0.1)
+    monkeypatch.setattr(endpoint, "PROBE_S", 0.1)
     lost, sound = start(), start()
 
     def fault(number, body):

@@ -62,9 +62,9 @@ def test_a_conversation_stays_where_it_is_cached(start, config):
 
 def test_key(monkeypatch):
     """A server that wants one gets it from where such clients take it; nothing is sent unasked."""
-    assert "Authorization" not in Endpoint("http://a", 1.0)._client.headers
+    assert "Authorization" not in Endpoint("http://a", 1.0).client.headers
     monkeypatch.setenv("OPENAI_API_KEY", "k")
-    assert Endpoint("http://a", 1.0)._client.headers["Authorization"] == "Bearer k"
+    assert Endpoint("http://a", 1.0).client.headers["Authorization"] == "Bearer k"
 
 
 def test_template_options_reach_the_server(start, config, tmp_path):

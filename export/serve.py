@@ -1,0 +1,101 @@
+"""Serve a target in SGLang with a drafter that proposes: the command, its environment, and whether it works.
+
+python -m export.serve --target DIR --draft DIR [--print] [flags of sglang.launch_server ...]
+
+Prints what it runs, waits until the server answers, asks it something, and says which accepted length that had. Ends
+with the server, and ends the server at Ctrl-C. What SGLang needs to know is in sglang_patches/README.md.
+"""
+
+import argparse
+import json
+import signal
+import subprocess
+import sys
+import urllib.request
+from pathlib import Path
+
+from osprey_jax.command import ArgumentParser, UserError, run
+from osprey_jax.serving.launch import Launch, plan_launch
+from osprey_jax.serving.process import running
+
+_PROBE = {"text": "Write a list of the numbers from one to twenty, in words:\n1. one\n2. two\n3."}
+_PROBE_TOKENS = 64
+_PROBE_LIMIT_S = 300
+_REPORT_S = 60.0
+
+
+def serve(launch: Launch, start_timeout: float) -> int:
+    """Run the server until it ends; its exit status. Raises `UserError` where it does not come up or not answer."""
+    with running(launch, log=None, start_timeout=start_timeout) as process:
+        print(f"up: {launch.url}; on a first request of {_PROBE_TOKENS} tokens, {_probe(launch.url)}", flush=True)
+        reported = None
+        while True:
+            try:
+                return process.wait(_REPORT_S)
+            except subprocess.TimeoutExpired:
+                if (found := _average(launch.url)) not in (None, reported):
+                    print(f"accepted length since the start: {found:.2f}", flush=True)
+                    reported = found
+
+
+def _probe(url: str) -> str:
+    """Asks for something greedy and says what the drafter did."""
+    body = _PROBE | {"sampling_params": {"temperature": 0, "max_new_tokens": _PROBE_TOKENS, "ignore_eos": True}}
+    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    try:
+        with urllib.request.urlopen(request, timeout=_PROBE_LIMIT_S) as response:
+            meta = json.load(response)["meta_info"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{url}: is up, but does not answer a first request ({error})") from error
+    length = meta.get("spec_accept_length")
+    if length is None:
+        raise UserError(f"{url}: answered without speculation; nothing drafted")
+    return f"accepted length {length:.2f} ({meta['completion_tokens']} tokens, {meta['spec_verify_ct']} verifications)"
+
+
+def _average(url: str) -> float | None:
+    try:
+        with urllib.request.urlopen(f"{url}/server_info", timeout=10) as response:
+            return json.load(response)["internal_states"][0].get("avg_spec_accept_length")
+    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+        return None  # busy, or about to end
+
+
+def main() -> None:
+    parser = ArgumentParser(
+        prog="python -m export.serve", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--target", type=Path, required=True, metavar="DIR", help="the target's checkpoint")
+    parser.add_argument("--draft", type=Path, required=True, metavar="DIR", help="what export.to_sglang wrote")
+    parser.add_argument(
+        "--python",
+        type=Path,
+        default=Path(sys.executable),
+        metavar="FILE",
+        help="the Python of the environment with SGLang (default: this one)",
+    )
+    parser.add_argument("--draft-steps", type=int, default=5, metavar="N", help="tokens drafted a verification (5)")
+    parser.add_argument(
+        "--start-timeout", type=float, default=1800.0, metavar="S", help="seconds until it must answer (1800)"
+    )
+    parser.add_argument("--print", action="store_true", help="only print the command")
+    arguments, passed = parser.parse_known_args()
+    if arguments.draft_steps < 1:
+        raise UserError(f"--draft-steps: {arguments.draft_steps} is not at least 1")
+    passed = [item for item in passed if item != "--"]
+    launch = plan_launch(
+        arguments.target,
+        arguments.draft,
+        python=arguments.python,
+        draft_steps=arguments.draft_steps,
+        arguments=passed,
+    )
+    print(launch, flush=True)
+    if not arguments.print:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        status = serve(launch, arguments.start_timeout)
+        raise UserError(f"the server ended with status {status}")
+
+
+if __name__ == "__main__":
+    run(main)

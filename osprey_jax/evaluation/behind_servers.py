@@ -1,0 +1,268 @@
+"""Arms measured behind SGLang: a server for each, that runs already or is started here, one after another."""
+
+import contextlib
+import hashlib
+import json
+import socket
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from osprey_jax.command import UserError, run_async
+from osprey_jax.config import OFF, EvaluateConfig
+from osprey_jax.data.rendering import ChatTemplate
+from osprey_jax.data.tokenizer import load_tokenizer
+from osprey_jax.decoding.chat import Chat
+from osprey_jax.decoding.endpoint import Fault
+from osprey_jax.decoding.journal import Journal
+from osprey_jax.evaluation.hardware import machine
+from osprey_jax.evaluation.load import Load, key_of
+from osprey_jax.evaluation.measurement import busy_seconds, facts
+from osprey_jax.evaluation.prompts import Item, PromptSet, fingerprint, next_turns
+from osprey_jax.files import fingerprint as files_fingerprint
+from osprey_jax.files import read_json
+from osprey_jax.serving.client import SGLangServer
+from osprey_jax.serving.launch import installed_version, plan_launch
+from osprey_jax.serving.process import running
+
+# Of what a server says of itself, what its figures depend on.
+_FACTS = ("version", "model_path", "dtype", "quantization", "kv_cache_dtype", "device", "tp_size", "pp_size", "dp_size")
+_FACTS += ("speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk")
+_FACTS += ("speculative_num_draft_tokens", "attention_backend", "max_running_requests", "disable_radix_cache")
+_FACTS += ("enable_deterministic_inference", "cuda_graph_max_bs", "mem_fraction_static")
+_FACTS += ("incremental_streaming_output", "stream_output")
+
+
+class Engine:
+    """Every arm on every set at every level of concurrency; each request is kept as soon as it is answered."""
+
+    def __init__(self, config: EvaluateConfig):
+        """Raises `UserError`: unusable tokenizer; no SGLang where it is said to be."""
+        self._config = config
+        raw = read_json(config.target / "config.json")
+        raw = raw.get("text_config", raw)  # of models that also see
+        context = raw.get("max_position_embeddings")
+        if type(context) is not int:
+            raise UserError(f"{config.target / 'config.json'}: max_position_embeddings is {context!r}, not a number")
+        tokenizer = load_tokenizer(config.target)
+        self.chat = Chat(tokenizer, ChatTemplate(tokenizer, config.template_options), context)
+        self._version = None if config.sglang_python is None else installed_version(config.sglang_python)
+        arms = [OFF, *config.drafters] if OFF in config.servers or config.sglang_python else [*config.drafters]
+        self._arms = arms
+        self._servers: dict[str, dict[str, Any]] = {}  # arm -> what its server says
+
+    def facts(self) -> dict[str, Any]:
+        """The machines that measured: as the servers tell, and this one where it started them."""
+        told = next(iter(self._servers.values()))
+        sizes = [told.get(key) or 1 for key in ("tp_size", "pp_size", "dp_size")]
+        gpus = None if told.get("device") == "cpu" else sizes[0] * sizes[1] * sizes[2]
+        here = machine() if self._config.sglang_python else {}
+        return {"device": told.get("device"), "gpus": gpus, **here, "servers": self._servers}
+
+    def measure(self, sets: list[PromptSet], folder: Path) -> list[dict[str, Any]]:
+        """A result for each arm, level and set, from `folder` or asked now."""
+        if OFF not in self._arms and any(prompts.later_turns for prompts in sets):
+            print(f"warning: no server for {OFF}: of several turns, the first alone are asked", file=sys.stderr)
+        asked: dict[str, list[list[Item]]] = {prompts.name: [prompts.items] for prompts in sets}
+        complete = [_Arm(self, arm, sets, asked, folder).measure() for arm in self._arms]
+        own = (
+            {(part["prompts"], part["concurrency"]): part["answers"] for part in complete[0]}
+            if self._arms[0] == OFF
+            else {}
+        )
+        return [
+            self._result(part, own.get((part["prompts"], part["concurrency"]), {})) for arm in complete for part in arm
+        ]
+
+    def _result(self, part: dict[str, Any], own: dict[str, dict]) -> dict[str, Any]:
+        requests, failures, intervals = [], [], []
+        for item in part["items"]:
+            entry = part["answers"][key_of(item)]
+            intervals += entry["intervals"]
+            paid = sum(end - start for start, end in entry["intervals"])
+            lost = {"attempts": len(entry["intervals"]), "lost_seconds": paid - entry.get("seconds", 0.0)}
+            if "failed" in entry:
+                failures.append(item.name | lost | {"reason": entry["failed"]})
+                continue
+            speculates = part["arm"] != OFF
+            rest, decoding = len(entry["token_ids"]) - entry["first_tokens"], entry["seconds"] - entry["first"]
+            made = facts(
+                item,
+                entry["token_ids"],
+                entry["finish_reason"],
+                verifications=entry["verifications"] or 0 if speculates else None,
+                histogram=entry["histogram"] or [] if speculates else None,
+                text=entry["text"],
+                own_ids=own.get(key_of(item), {}).get("token_ids") if speculates else None,
+                decode=self.chat.tokenizer.decode,
+                times={
+                    "seconds": entry["seconds"],
+                    "time_to_first_token": entry["first"],
+                    "decode_tokens_per_second": rest / decoding if rest > 0 and decoding > 0 else None,
+                },
+                **lost,
+            )
+            requests.append(made)
+        names = {key: part[key] for key in ("arm", "prompts", "concurrency")}
+        busy = busy_seconds([tuple(interval) for interval in intervals])
+        return names | {"busy_seconds": busy, "requests": requests, "failures": failures}
+
+
+class _Arm:
+    """One arm while it is measured."""
+
+    def __init__(
+        self, engine: Engine, name: str, sets: list[PromptSet], asked: dict[str, list[list[Item]]], parts: Path
+    ):
+        self._engine, self._config, self.name, self._sets = engine, engine._config, name, sets
+        self._asked = asked  # by set: the items of each turn; grows when `off` is measured first
+        self._parts = parts
+
+    def measure(self) -> list[dict[str, Any]]:
+        """Its parts. Starts or reaches its server only where something is missing."""
+        journals = {
+            (prompts.name, level): self._journal(prompts, level)
+            for level in self._config.concurrency
+            for prompts in self._sets
+        }
+        try:
+            if self._missing(journals):
+                with self._server() as (url, alive):
+                    run_async(self._ask(url, alive, journals))
+            self._engine._servers[self.name] = self._told(journals)
+            return [
+                {
+                    "arm": self.name,
+                    "prompts": prompts,
+                    "concurrency": level,
+                    "items": [item for turn in self._asked[prompts] for item in turn],
+                    "answers": {key_of(i): journal.read(key_of(i)) for turn in self._asked[prompts] for i in turn},
+                }
+                for (prompts, level), journal in journals.items()
+            ]
+        finally:
+            for journal in journals.values():
+                journal.close()
+
+    def _journal(self, prompts: PromptSet, level: int) -> Journal:
+        """Other settings, another file: what was measured before is not lost."""
+        config, path = self._config, self._config.drafters.get(self.name)
+        settings = {
+            "prompts": fingerprint(prompts.items),
+            "target": files_fingerprint(config.target),
+            "drafter": None if path is None else files_fingerprint(path) if path.is_dir() else str(path),
+            "draft_steps": None if path is None else config.draft_steps,
+            "template_options": config.template_options,
+            "concurrency": level,
+            "timeout": config.timeout,
+            "server": "running" if self.name in config.servers else [self._engine._version, config.sglang_arguments],
+        }
+        digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
+        return Journal(self._parts / f"{self.name}@{prompts.name}@{level}.{digest}.jsonl", settings)
+
+    def _missing(self, journals: dict[tuple[str, int], Journal]) -> bool:
+        """Whether anything is to be asked still; what failed is. Finds the later turns where all before is there."""
+        for (name, level), journal in journals.items():
+            prompts = next(prompts for prompts in self._sets if prompts.name == name)
+            for turn in self._turns(prompts, journal, level):
+                if any(not answered(journal, item) for item in turn):
+                    return True
+        return False
+
+    def _turns(self, prompts: PromptSet, journal: Journal, level: int) -> Iterator[list[Item]]:
+        """The items of each turn. Speculation off, at the first level, answers one before there is a next."""
+        turns, decides = self._asked[prompts.name], self.name == OFF and level == self._config.concurrency[0]
+        number = 0
+        while number < len(turns):
+            yield turns[number]
+            number += 1
+            if decides and number == len(turns):
+                texts = [(journal.read(key_of(item)) or {}).get("text") for item in turns[-1]]
+                engine = self._engine
+                if following := next_turns(prompts, turns[-1], texts, self._config, engine.chat):
+                    turns.append(following)
+
+    @contextlib.contextmanager
+    def _server(self):
+        """(url, what says how the server ended or None) of this arm's server."""
+        config, running_url = self._config, self._config.servers.get(self.name)
+        if running_url is not None:
+            yield running_url, lambda: None
+            return
+        launch = plan_launch(
+            config.target,
+            config.drafters.get(self.name),
+            python=config.sglang_python,
+            draft_steps=config.draft_steps,
+            arguments=[*config.sglang_arguments, "--port", str(_free_port())],
+        )
+        log = config.out / "servers" / f"{self.name}.log"
+        log.parent.mkdir(exist_ok=True)
+        print(f"{self.name}: starting a server ({log})\n{launch}", file=sys.stderr, flush=True)
+        with running(launch, log=log, start_timeout=config.start_timeout) as process:
+            yield (
+                launch.url,
+                lambda: None if process.poll() is None else f"ended with status {process.returncode} ({log})",
+            )
+
+    async def _ask(self, url: str, alive, journals: dict[tuple[str, int], Journal]) -> None:
+        server = SGLangServer(url, self._config.timeout)
+        load = Load(self.name, server, alive, self._same)
+        try:
+            self._told_now = await load.until_back()
+            for (name, level), journal in journals.items():
+                prompts = next(prompts for prompts in self._sets if prompts.name == name)
+                self._note_server(journal)
+                for number, items in enumerate(self._turns(prompts, journal, level)):
+                    left = [item for item in items if not answered(journal, item)]
+                    if left:
+                        title = f"{self.name}: {name}, {level} at a time" + (f", turn {number}" if number else "")
+                        await load.ask(left, level, journal, title, done=len(items) - len(left))
+        finally:
+            await server.close()
+
+    def _same(self, info: dict[str, Any]) -> dict[str, Any]:
+        """What `info` says, where the server is this arm's. Raises `UserError`, or `Fault` where it says nothing."""
+        config = self._config
+        algorithm, steps = info.get("speculative_algorithm"), info.get("speculative_num_steps")
+        if self.name == OFF and algorithm:
+            raise UserError(f"servers.{OFF}: speculates ({algorithm}); start one without")
+        if self.name != OFF and not algorithm:
+            raise UserError(f"servers.{self.name}: does not speculate; start it with `python -m export.serve`")
+        if self.name != OFF and steps != config.draft_steps:
+            raise UserError(f"servers.{self.name}: drafts {steps} steps, draft_steps is {config.draft_steps}")
+        if info.get("skip_tokenizer_init"):
+            raise UserError(f"servers.{self.name}: writes no text; start it without --skip-tokenizer-init")
+        told = {key: info[key] for key in _FACTS if info.get(key) is not None}
+        if "version" not in told:
+            raise Fault("does not tell its version")
+        return told
+
+    def _note_server(self, journal: Journal) -> None:
+        """What is measured in several runs, is measured on one kind of server."""
+        before = journal.read("server")
+        if before is None:
+            journal.add({"key": "server", "told": self._told_now})
+        elif changed := sorted(
+            k for k in before["told"].keys() | self._told_now if before["told"].get(k) != self._told_now.get(k)
+        ):
+            raise UserError(
+                f"{journal.path}: was begun on a server with another {', '.join(changed)}; go on with that one, or "
+                "remove the file to measure it anew"
+            )
+
+    def _told(self, journals: dict[tuple[str, int], Journal]) -> dict[str, Any]:
+        return next(iter(journals.values())).read("server")["told"]
+
+
+def answered(journal: Journal, item: Item) -> bool:
+    """Also where the server refused it for good."""
+    key = key_of(item)
+    return key in journal and (key not in journal.failed or journal.read(key)["for_good"])
+
+
+def _free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
