@@ -1,6 +1,5 @@
 """Reading a run: what was trained, from its newest intact checkpoint or a named one."""
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -52,13 +51,13 @@ def _on_default_device(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(leaf.shape, leaf.dtype, sharding=sharding)
 
 
-def parse_arguments(program: str, description: str) -> argparse.Namespace:
-    """`--run DIR [--step N] --out DIR`."""
+def run_parser(program: str, description: str) -> ArgumentParser:
+    """A parser of `--run DIR [--step N] --out DIR`."""
     parser = ArgumentParser(prog=f"python -m {program}", description=description)
     parser.add_argument("--run", type=Path, required=True, metavar="DIR", help="run directory of osprey_jax.train")
     parser.add_argument("--step", type=int, metavar="N", help="checkpoint to export; the newest intact one if absent")
     parser.add_argument("--out", type=Path, required=True, metavar="DIR", help="new directory for the exported files")
-    return parser.parse_args()
+    return parser
 
 
 def write_model(run_dir: Path, directory: Path, model: nnx.Module, config: dict) -> None:

@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from export.run_directory import load_trained, parse_arguments, write_model
+from export.run_directory import load_trained, run_parser, write_model
 from osprey_jax.command import run
 from osprey_jax.files import new_directory
 
@@ -16,7 +16,7 @@ def to_hf(run_dir: Path, out: Path, step: int | None = None) -> int:
 
 
 def main() -> None:
-    arguments = parse_arguments("export.to_hf", __doc__)
+    arguments = run_parser("export.to_hf", __doc__).parse_args()
     step = to_hf(arguments.run, arguments.out, arguments.step)
     print(f"step {step} of {arguments.run} -> {arguments.out}")
 
