@@ -7,7 +7,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from osprey_jax import evaluate as module
 from osprey_jax.command import UserError
 from osprey_jax.config import EvaluateConfig
 from osprey_jax.decoding.generate import generate
@@ -15,6 +14,7 @@ from osprey_jax.decoding.requests import Request
 from osprey_jax.decoding.speculate import speculate
 from osprey_jax.decoding.target import open_target
 from osprey_jax.evaluate import evaluate
+from osprey_jax.evaluation import in_process
 from osprey_jax.models.hf import load_drafter
 
 GOLDEN = Path(__file__).parent / "golden/qwen3"
@@ -78,7 +78,7 @@ def test_every_drafter_on_every_set(config, capsys):
     """The numbers in each file are those of the decoder, request by request, in the order of the input."""
     evaluate(config())
     found = results(config())
-    pairs = [(result["drafter"], result["prompts"]) for result in found["results"]]
+    pairs = [(result["arm"], result["prompts"]) for result in found["results"]]
     assert pairs == [("converted", "code"), ("converted", "prose"), ("other", "code"), ("other", "prose")]
     target = open_target(TARGET, {})
     model, drafter = target.load("float32"), load_drafter(config().drafters["other"])
@@ -93,27 +93,17 @@ def test_every_drafter_on_every_set(config, capsys):
         assert (r["verifications"], r["histogram"]) == (alone.verifications, list(alone.histogram))
         assert r["accepted_length"] == len(alone.completion.token_ids) / alone.verifications
         assert r["text"] == target.text(alone.completion.token_ids)
-        assert r["equals_target"]
+        assert r["matches_off"] is True
     assert code["accepted_length"] == np.mean([r["accepted_length"] for r in code["requests"]])
     assert len(table(config(), "requests.csv")) == 10
     assert [row["accepted_length"] for row in table(config(), "summary.csv")] == [
         str(result["accepted_length"]) for result in found["results"]
     ]
+    assert table(config(), "comparisons.csv")[0]["measure"] == "accepted_length"
+    assert [row["drafter"] for row in table(config(), "matrix.csv")] == ["converted", "other"]
     assert (config().out / "accepted_length.png").read_bytes().startswith(b"\x89PNG")
     assert f"{code['accepted_length']:.3f}" in capsys.readouterr().out
     assert found["config"]["max_new_tokens"] == 20 and set(found["versions"]) >= {"jax", "flax", "osprey_jax"}
-
-
-def test_mean_over_requests_is_not_the_ratio_of_sums():
-    """Both are given, each under its name; a request without a verification is in neither, and is counted."""
-    request = {"equals_target": True, "finish_reason": "stop", "histogram": [1, 0]}
-    facts = [(10, 2, 5.0), (10, 10, 1.0), (1, 0, None)]
-    requests = [request | {"completion_tokens": t, "verifications": v, "accepted_length": a} for t, v, a in facts]
-    requests[0]["equals_target"] = False
-    summary = module._summary({"drafter": "d", "prompts": "p", "requests": requests})
-    assert (summary["accepted_length"], summary["tokens_per_verification"]) == (3.0, 20 / 12)
-    assert (summary["without_verification"], summary["differing"]) == (1, 1)
-    assert (summary["completion_tokens"], summary["verifications"], summary["histogram"]) == (21, 12, [3, 0])
 
 
 def test_text_is_compared_with_the_targets_own(config, monkeypatch):
@@ -124,7 +114,7 @@ def test_text_is_compared_with_the_targets_own(config, monkeypatch):
         completions[0].token_ids[-1] += 1
         return completions
 
-    monkeypatch.setattr(module, "generate", off_by_one)
+    monkeypatch.setattr(in_process, "generate", off_by_one)
     evaluate(config(prompts={"prose": config().prompts["prose"]}, batch_size=4))
     assert [result["differing"] for result in results(config())["results"]] == [1, 1]
 
@@ -139,13 +129,13 @@ def test_finished_parts_are_kept(config, monkeypatch):
             raise KeyboardInterrupt
         return speculate(*arguments, **options)
 
-    monkeypatch.setattr(module, "speculate", counted)
+    monkeypatch.setattr(in_process, "speculate", counted)
     with pytest.raises(KeyboardInterrupt):
         evaluate(config(batch_size=3))
     evaluate(config(batch_size=3))
     assert len(calls) == 3 + 2, "two of four parts were done before the interrupt"
     whole = results(config())["results"]
-    monkeypatch.setattr(module, "generate", None)  # the target's own text is kept too
+    monkeypatch.setattr(in_process, "generate", None)  # the target's own text is kept too
     evaluate(config(batch_size=2))
     assert len(calls) == 5 and results(config())["results"] == whole
     evaluate(config(batch_size=3, draft_steps=2))
@@ -160,7 +150,7 @@ def test_changed_files_are_measured_again(config, drafters, tmp_path, monkeypatc
         calls.append(1)
         return speculate(*arguments, **options)
 
-    monkeypatch.setattr(module, "speculate", counted)
+    monkeypatch.setattr(in_process, "speculate", counted)
     drafter = tmp_path / "mine"
     shutil.copytree(drafters["converted"], drafter)
     made = config(drafters={"mine": drafter}, prompts={"prose": config().prompts["prose"]})
@@ -171,41 +161,6 @@ def test_changed_files_are_measured_again(config, drafters, tmp_path, monkeypatc
     evaluate(made)
     assert len(calls) == 3
     assert not (made.out / "accepted_length.png").exists()
-
-
-def test_only_the_first_turns_are_asked(config):
-    """What precedes the first assistant turn is the prompt."""
-    made = config()
-    prompts = module._read_prompts("prose", made.prompts["prose"], made, open_target(TARGET, {}), "")
-    target = open_target(TARGET, {})
-    assert prompts.requests[1].prompt == target.prompt_ids(PROSE[1]["conversations"][:1])
-
-
-def test_tools_are_part_of_the_prompt(config, tmp_path):
-    """What serving shows to the model is measured with it."""
-    copy = tmp_path / "target"
-    shutil.copytree(TARGET, copy)
-    template = copy / "chat_template.jinja"
-    template.write_text("{{ tools | tojson }}" + template.read_text())
-    tools, made, target = [{"type": "function", "function": {"name": "f"}}], config(), open_target(copy, {})
-    write(made.prompts["prose"], [PROSE[1] | {"tools": tools}])
-    [request] = module._read_prompts("prose", made.prompts["prose"], made, target, "").requests
-    assert request.prompt == target.prompt_ids(PROSE[1]["conversations"][:1], tools)
-    assert target.tokenizer.decode(request.prompt).startswith('[{"type"')
-
-
-def test_a_sample_is_drawn_by_seed(config):
-    """The same seed draws the same prompts, in file order; another draws others."""
-    write(config().prompts["code"], [conversation(f"r{i}", f"of {i}") for i in range(40)])
-
-    def drawn(**changes):
-        made = config(**changes)
-        return module._read_prompts("code", made.prompts["code"], made, open_target(TARGET, {}), "").ids
-
-    assert drawn(sample=5) == drawn(sample=5) == sorted(drawn(sample=5), key=lambda name: int(name[1:]))
-    assert len(set(drawn(sample=5))) == 5
-    assert drawn(sample=5) != drawn(sample=5, seed=1)
-    assert len(drawn(sample=99)) == len(drawn()) == 40
 
 
 def test_what_is_not_asked_is_reported(config, capsys):
@@ -250,9 +205,42 @@ def test_out_holding_something_else_is_left_alone(config):
         evaluate(config())
 
 
-def test_names_that_are_no_file_names(config, drafters):
-    """They name the parts; one with a slash would leave the directory."""
-    with pytest.raises(UserError, match="is named with"):
-        evaluate(config(drafters={"../x": drafters["other"]}))
-    with pytest.raises(UserError, match="nothing to evaluate"):
-        evaluate(config(drafters={}))
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({"drafters": {"../x": "x"}}, "is named with"),  # it would name a file outside of out
+        ({"drafters": {}}, "drafters: names nothing to evaluate"),
+        ({"prompts": {}}, "prompts: names nothing to evaluate"),
+        ({"drafters": {"off": "x"}}, "off is the name of the target without speculation"),
+        ({"trained_on": {"other": ["news"]}}, "trained_on: news is none of code, prose"),
+        ({"trained_on": {"mine": ["code"]}}, "trained_on: mine is none of converted, other"),
+        ({"timeout": 5}, "timeout does nothing with engine in_process"),
+    ],
+)
+def test_contradictions_are_refused(config, changes, message):
+    with pytest.raises(ValueError, match=message):
+        config(**changes)
+
+
+@pytest.mark.parametrize(
+    "changes, message",
+    [
+        ({}, "engine sglang needs servers"),
+        ({"servers": {"off": "http://a:1"}}, "servers: none for converted, other"),
+        ({"servers": {"of": "http://a:1"}, "sglang_python": "p"}, "servers: of is none of off, converted, other"),
+        ({"servers": {"off": "a:1"}}, "is no base URL"),
+        ({"servers": dict.fromkeys(("converted", "other"), "http://a:1")}, "two arms have one server"),
+        ({"sglang_python": "p", "concurrency": [1, 1]}, "name each level once"),
+        ({"sglang_python": "p", "batch_size": 2}, "batch_size does nothing with engine sglang"),
+        (
+            {"servers": {"converted": "http://a:1", "other": "http://a:2"}, "sglang_arguments": ["--tp", 2]},
+            "sglang_arguments is for servers that sglang_python starts",
+        ),
+    ],
+)
+def test_contradictions_about_servers_are_refused(drafters, tmp_path, changes, message):
+    values = {"engine": "sglang", "target": TARGET, "drafters": drafters, "prompts": {"a": "b"}, "out": tmp_path}
+    if not changes:
+        values["drafters"] = {}
+    with pytest.raises(ValueError, match=message):
+        EvaluateConfig(**values | changes)

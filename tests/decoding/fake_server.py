@@ -88,7 +88,7 @@ class FakeServer:
     def start(self) -> None:
         fake = self
 
-        class Handler(_Handler):
+        class Handler(self.handler):
             server_fake = fake
 
         self._released = threading.Event()
@@ -133,7 +133,7 @@ class _Server(ThreadingHTTPServer):
         pass  # connections are broken on purpose
 
 
-class _Handler(BaseHTTPRequestHandler):
+class FakeHandler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     disable_nagle_algorithm = True  # which makes an answer 40 ms late
     server_fake: FakeServer
@@ -171,8 +171,11 @@ class _Handler(BaseHTTPRequestHandler):
             elif fault is not None:
                 getattr(self, f"_fault_{fault}")(body)
             else:
-                time.sleep(fake.delay)
-                self._send(200, json.dumps(self._completion(body)).encode())
+                self._answer(body)
+
+    def _answer(self, body: dict) -> None:
+        time.sleep(self.server_fake.delay)
+        self._send(200, json.dumps(self._completion(body)).encode())
 
     def _completion(self, body: dict) -> dict:
         made = self.server_fake.answer(body)
@@ -238,6 +241,9 @@ class _Handler(BaseHTTPRequestHandler):
         value = self._completion(body)
         value["choices"][0] |= changes
         self._send(200, json.dumps(value).encode())
+
+
+FakeServer.handler = FakeHandler
 
 
 def main() -> None:
