@@ -141,20 +141,31 @@ def percentiles(values_R: np.ndarray, weights_NxR: np.ndarray, share: float) -> 
 # ---- the bootstrap
 
 
-def resample(conversations: int, seed: int, statistic: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
+def resample(conversations: Sequence[int], seed: int, statistic: Callable[[np.ndarray], np.ndarray]) -> np.ndarray:
     """`statistic` of each of `RESAMPLES` resamples, along the first axis.
 
-    It is called with draws_NxC, how often each conversation was drawn, for some of the resamples at a time.
+    Args:
+      conversations: how many each sample (prompt set) has; each is drawn from by itself, as many as there are.
+      statistic: called with draws_NxC, how often each conversation was drawn, for some of the resamples at a time;
+        the samples stand side by side.
     """
     generator = np.random.default_rng(seed)
-    at_once = max(_DRAWN_AT_ONCE // conversations, 1)
+    total = sum(conversations)
+    at_once = max(_DRAWN_AT_ONCE // total, 1)
+    starts = np.cumsum([0, *conversations[:-1]])
     found = []
-    for start in range(0, RESAMPLES, at_once):
-        rows = min(at_once, RESAMPLES - start)
-        drawn = generator.integers(conversations, size=(rows, conversations))
-        drawn += np.arange(rows)[:, None] * conversations
-        counts = np.bincount(drawn.ravel(), minlength=rows * conversations)
-        found.append(statistic(counts.reshape(rows, conversations).astype(np.float64)))
+    for first in range(0, RESAMPLES, at_once):
+        rows = min(at_once, RESAMPLES - first)
+        drawn_NxC = np.concatenate(
+            [
+                start + generator.integers(count, size=(rows, count))
+                for start, count in zip(starts, conversations, strict=True)
+            ],
+            axis=1,
+        )
+        drawn_NxC += total * np.arange(rows)[:, None]
+        counts = np.bincount(drawn_NxC.ravel(), minlength=rows * total)
+        found.append(statistic(counts.reshape(rows, total).astype(np.float64)))
     return np.concatenate(found)
 
 
@@ -166,9 +177,9 @@ def interval(values_N: np.ndarray) -> Interval:
     return [float(low), float(high)]
 
 
-def conversation_sums(ids: Sequence[str], columns_RxK: np.ndarray) -> np.ndarray:
-    """columns_CxK: each column summed over the requests of a conversation, conversations in order of appearance."""
-    places = {name: i for i, name in enumerate(dict.fromkeys(ids))}
+def conversation_sums(ids: Sequence[str], columns_RxK: np.ndarray, conversations: Sequence[str]) -> np.ndarray:
+    """columns_CxK: each column summed over the requests of a conversation."""
+    places = {name: i for i, name in enumerate(conversations)}
     sums_CxK = np.zeros((len(places), columns_RxK.shape[1]))
     np.add.at(sums_CxK, [places[name] for name in ids], columns_RxK)
     return sums_CxK
@@ -177,10 +188,11 @@ def conversation_sums(ids: Sequence[str], columns_RxK: np.ndarray) -> np.ndarray
 def _interval_of_ratio(requests: Requests, terms: Sequence[tuple[float, float]], seed: int) -> Interval:
     """Of the sum of the first terms / the sum of the second; None with less than two conversations."""
     ids = [request["id"] for request in requests]
-    if len(set(ids)) < 2:
+    conversations = list(dict.fromkeys(ids))
+    if len(conversations) < 2:
         return None
-    sums_Cx2 = conversation_sums(ids, np.array(terms, np.float64))
-    totals_Nx2 = resample(len(sums_Cx2), seed, lambda draws_NxC: draws_NxC @ sums_Cx2)
+    sums_Cx2 = conversation_sums(ids, np.array(terms, np.float64), conversations)
+    totals_Nx2 = resample([len(conversations)], seed, lambda draws_NxC: draws_NxC @ sums_Cx2)
     with np.errstate(invalid="ignore", divide="ignore"):
         return interval(totals_Nx2[:, 0] / totals_Nx2[:, 1])
 

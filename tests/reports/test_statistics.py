@@ -113,10 +113,17 @@ def test_seed_reproduces():
 def test_every_resample_draws_as_many_conversations_as_there_are(monkeypatch):
     """Also when the memory allows but a few resamples at a time."""
     monkeypatch.setattr(statistics, "_DRAWN_AT_ONCE", 100)
-    draws_NxC = resample(7, 0, lambda draws_NxC: draws_NxC)
+    draws_NxC = resample([7], 0, lambda draws_NxC: draws_NxC)
     assert draws_NxC.shape == (statistics.RESAMPLES, 7)
     assert (draws_NxC.sum(1) == 7).all()
     np.testing.assert_allclose(draws_NxC.mean(0), 1, atol=0.05)
+
+
+def test_samples_are_drawn_from_by_themselves():
+    """Each prompt set keeps its size in every resample, and sets of one size are drawn from independently."""
+    draws_NxC = resample([3, 5, 5], 0, lambda draws_NxC: draws_NxC)
+    assert (draws_NxC[:, :3].sum(1) == 3).all() and (draws_NxC[:, 3:8].sum(1) == 5).all()
+    assert abs(np.corrcoef(draws_NxC[:, 3], draws_NxC[:, 8])[0, 1]) < 0.05
 
 
 def test_undefined_in_a_resample():
@@ -128,8 +135,8 @@ def test_undefined_in_a_resample():
 
 def test_sums_of_conversations():
     """Requests are added up by conversation wherever they stand."""
-    sums_CxK = conversation_sums(["a", "b", "a"], np.array([[1.0, 10], [2, 20], [4, 40]]))
-    assert sums_CxK.tolist() == [[5, 50], [2, 20]]
+    sums_CxK = conversation_sums(["a", "b", "a"], np.array([[1.0, 10], [2, 20], [4, 40]]), ["b", "silent", "a"])
+    assert sums_CxK.tolist() == [[2, 20], [0, 0], [5, 50]]
 
 
 # ---- paired
