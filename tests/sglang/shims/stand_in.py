@@ -48,6 +48,12 @@ class _Finder(importlib.abc.MetaPathFinder, importlib.abc.Loader):
 
 
 def stand_in_for(package: str) -> None:
-    """Any submodule of `package`, whose `__init__` calls this, becomes a stand-in."""
-    sys.meta_path.insert(0, _Finder(package))
+    """`package`, whose `__init__` calls this, and any submodule of it become stand-ins."""
+    stand_in_below(package)
     sys.modules[package].__class__ = StandIn
+
+
+def stand_in_below(package: str) -> None:
+    """Any submodule of `package` becomes a stand-in; it stays what it is."""
+    sys.meta_path.insert(0, _Finder(package))
+    vars(sys.modules[package]).setdefault("__path__", [])
