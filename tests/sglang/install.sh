@@ -2,8 +2,10 @@
 # Usage: tests/sglang/install.sh [VENV]
 #
 # Makes the virtual environment in which the `sglang` tests run their server: SGLang 0.5.23 on a CPU, 1.5 GB with a CPU
-# build of torch. Needs Python 3.11 (PYTHON=... chooses one). A second call returns at once; an environment of other
-# versions, or one whose making was interrupted, is made again. The default VENV is where the tests look for it.
+# build of torch. SGLang 0.5.9 and the transformers that it pins lie apart in it, in VENV/sglang-0.5.9: with that on the
+# PYTHONPATH they are imported instead. Needs Python 3.11 (PYTHON=... chooses one). A second call returns at once; an
+# environment of other versions, or one whose making was interrupted, is made again. The default VENV is where the tests
+# look for it.
 set -euo pipefail
 here=$(cd "$(dirname "$0")" && pwd)
 venv=${1:-${XDG_CACHE_HOME:-$HOME/.cache}/osprey-jax/sglang-0.5.23}
@@ -42,4 +44,6 @@ install() { "$venv/bin/python" -m pip --quiet --disable-pip-version-check instal
 install torch==2.13.0
 install --no-deps sglang==0.5.23 xgrammar==0.2.7
 install --requirement "$here/requirements.txt"
+install --no-deps --target "$venv/sglang-0.5.9" \
+  sglang==0.5.9 transformers==4.57.1 huggingface-hub==0.36.2 tokenizers==0.22.2
 echo "$wanted" >"$stamp"
