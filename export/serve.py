@@ -13,6 +13,7 @@ import subprocess
 import sys
 import urllib.request
 from pathlib import Path
+from typing import Any
 
 from osprey_jax.command import ArgumentParser, UserError, run
 from osprey_jax.serving.launch import Launch, plan_launch
@@ -27,23 +28,23 @@ _REPORT_S = 60.0
 def serve(launch: Launch, start_timeout: float) -> int:
     """Run the server until it ends; its exit status. Raises `UserError` where it does not come up or not answer."""
     with running(launch, log=None, start_timeout=start_timeout) as process:
-        print(f"up: {launch.url}; on a first request of {_PROBE_TOKENS} tokens, {_probe(launch.url)}", flush=True)
+        print(f"up: {launch.url}; on a first request of {_PROBE_TOKENS} tokens, {_probe(launch)}", flush=True)
         reported = None
         while True:
             try:
                 return process.wait(_REPORT_S)
             except subprocess.TimeoutExpired:
-                if (found := _average(launch.url)) not in (None, reported):
+                if (found := _average(launch)) not in (None, reported):
                     print(f"accepted length since the start: {found:.2f}", flush=True)
                     reported = found
 
 
-def _probe(url: str) -> str:
+def _probe(launch: Launch) -> str:
     """Asks for something greedy and says what the drafter did."""
     body = _PROBE | {"sampling_params": {"temperature": 0, "max_new_tokens": _PROBE_TOKENS, "ignore_eos": True}}
-    request = urllib.request.Request(f"{url}/generate", json.dumps(body).encode(), {"Content-Type": "application/json"})
+    url = f"{launch.url}/generate"
     try:
-        with urllib.request.urlopen(request, timeout=_PROBE_LIMIT_S) as response:
+        with urllib.request.urlopen(_request(launch, url, body), timeout=_PROBE_LIMIT_S) as response:
             meta = json.load(response)["meta_info"]
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise UserError(f"{url}: is up, but does not answer a first request ({error})") from error
@@ -53,12 +54,19 @@ def _probe(url: str) -> str:
     return f"accepted length {length:.2f} ({meta['completion_tokens']} tokens, {meta['spec_verify_ct']} verifications)"
 
 
-def _average(url: str) -> float | None:
+def _average(launch: Launch) -> float | None:
     try:
-        with urllib.request.urlopen(f"{url}/server_info", timeout=10) as response:
+        with urllib.request.urlopen(_request(launch, f"{launch.url}/server_info"), timeout=10) as response:
             return json.load(response)["internal_states"][0].get("avg_spec_accept_length")
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         return None  # busy, or about to end
+
+
+def _request(launch: Launch, url: str, body: Any = None) -> urllib.request.Request:
+    headers = {"Content-Type": "application/json"}
+    if launch.api_key:
+        headers["Authorization"] = f"Bearer {launch.api_key}"
+    return urllib.request.Request(url, None if body is None else json.dumps(body).encode(), headers)
 
 
 def main() -> None:

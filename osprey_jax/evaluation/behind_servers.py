@@ -3,7 +3,6 @@
 import contextlib
 import hashlib
 import json
-import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -24,7 +23,7 @@ from osprey_jax.files import fingerprint as files_fingerprint
 from osprey_jax.files import read_json
 from osprey_jax.serving.client import SGLangServer
 from osprey_jax.serving.launch import installed_version, plan_launch
-from osprey_jax.serving.process import running
+from osprey_jax.serving.process import free_port, running
 
 # Of what a server says of itself, what its figures depend on.
 _FACTS = ("version", "model_path", "dtype", "quantization", "kv_cache_dtype", "device", "tp_size", "pp_size", "dp_size")
@@ -195,7 +194,7 @@ class _Arm:
             config.drafters.get(self.name),
             python=config.sglang_python,
             draft_steps=config.draft_steps,
-            arguments=[*config.sglang_arguments, "--port", str(_free_port())],
+            arguments=[*config.sglang_arguments, "--port", str(free_port())],
         )
         log = config.out / "servers" / f"{self.name}.log"
         log.parent.mkdir(exist_ok=True)
@@ -260,9 +259,3 @@ def answered(journal: Journal, item: Item) -> bool:
     """Also where the server refused it for good."""
     key = key_of(item)
     return key in journal and (key not in journal.failed or journal.read(key)["for_good"])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]

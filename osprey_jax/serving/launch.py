@@ -1,6 +1,7 @@
 """The command and the environment that serve a target in SGLang, with a drafter or without."""
 
 import dataclasses
+import itertools
 import os
 import shlex
 import subprocess
@@ -14,7 +15,7 @@ from osprey_jax.files import read_json, require_directory
 PATCHES = Path(__file__).resolve().parents[2] / "sglang_patches"
 PACKAGE = "osprey_sgl_models"
 PACKAGE_VARIABLE = "SGLANG_EXTERNAL_MODEL_PACKAGE"
-BY_PACKAGE, BY_PATCH = "0.5.23", "0.5.9"  # SGLang versions, and how each comes to know our drafters
+VERSIONS = ("0.5.23", "0.5.9")  # of SGLang that the package is written for
 
 # Flags of what this module decides: another value would serve something else than was asked for.
 _OURS = ("--model-path", "--model", "--speculative-draft-model-path", "--speculative-draft-model")
@@ -28,6 +29,7 @@ class Launch:
     command: list[str]
     environment: dict[str, str]
     url: str
+    api_key: str | None  # that requests must carry
 
     def __str__(self) -> str:
         """What a shell would be told."""
@@ -52,15 +54,15 @@ def plan_launch(
     given = _flags(arguments)
     if wrong := [flag for flag in _OURS if flag in given]:
         raise UserError(f"{', '.join(wrong)}: is set here, by the target and the drafter that are named")
-    version = installed_version(python)
+    installed_version(python)
     raw = read_json(require_directory(target, "the target, a Hugging Face checkpoint") / "config.json")
     flags, environment = ["--model-path", str(target)], {}
     if not {"--dtype"} & given.keys():
         # Exports are float32, of which SGLang would make float16 beside a bfloat16 target.
         flags += ["--dtype", str(raw.get("dtype") or raw.get("torch_dtype") or "bfloat16")]
     if drafter is not None:
-        _check_drafter(drafter, raw, given)
-        environment = _know_drafters(version, python)
+        _check_drafter(drafter, raw.get("text_config", raw), given)  # one that also sees has two configs
+        environment = _know_drafters()
         steps = _number(given, "--speculative-num-steps") or draft_steps
         flags += ["--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(drafter)]
         flags += ["--speculative-eagle-topk", "1"]
@@ -73,12 +75,11 @@ def plan_launch(
         if "--quantization" in given and "--speculative-draft-model-quantization" not in given:
             flags += ["--speculative-draft-model-quantization", "unquant"]  # it would follow the target's
     host, port = given.get("--host") or "127.0.0.1", _number(given, "--port") or 30000
-    flags += [
-        item for flag, value in (("--host", host), ("--port", port)) if flag not in given for item in (flag, str(value))
-    ]
+    for flag, value in (("--host", host), ("--port", port)):
+        flags += [] if flag in given else [flag, str(value)]
     reached = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, host)
     command = [str(python), "-m", "sglang.launch_server", *flags, *arguments]
-    return Launch(command, environment, f"http://{reached}:{port}")
+    return Launch(command, environment, f"http://{reached}:{port}", given.get("--api-key"))
 
 
 def installed_version(python: Path) -> str:
@@ -89,22 +90,15 @@ def installed_version(python: Path) -> str:
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UserError(f"{python}: cannot be run ({error}); name the Python of an environment with SGLang") from error
     if done.returncode != 0:
-        raise UserError(f"{python}: has no SGLang; install sglang=={BY_PACKAGE} in an environment and name its Python")
+        raise UserError(f"{python}: has no SGLang; install sglang=={VERSIONS[0]} in an environment and name its Python")
     version = done.stdout.strip()
-    if version not in (BY_PACKAGE, BY_PATCH):
-        raise UserError(f"{python}: has SGLang {version}; supported are {BY_PACKAGE}, and {BY_PATCH} by patch")
+    if version not in VERSIONS:
+        raise UserError(f"{python}: has SGLang {version}; supported are {' and '.join(VERSIONS)}")
     return version
 
 
-def _know_drafters(version: str, python: Path) -> dict[str, str]:
+def _know_drafters() -> dict[str, str]:
     """Variables under which SGLang knows our drafters' classes."""
-    if version == BY_PATCH:
-        check = [str(PATCHES / "apply.sh"), "--check", "--python", str(python)]
-        if subprocess.run(check, capture_output=True).returncode != 0:
-            raise UserError(
-                f"{python}: SGLang {version} is not patched; run sglang_patches/apply.sh --apply --python {python}"
-            )
-        return {}
     if not (PATCHES / PACKAGE).is_dir():
         raise UserError(f"{PATCHES / PACKAGE}: no such directory; run from a clone of the repository")
     other = os.environ.get(PACKAGE_VARIABLE, PACKAGE)
@@ -140,7 +134,7 @@ def _check_drafter(path: Path, target: dict[str, Any], given: dict[str, str]) ->
 def _flags(arguments: Sequence[str]) -> dict[str, str]:
     """Flags and their (first) values, "" where there is none; `--flag value` and `--flag=value`."""
     found = {}
-    for item, following in zip(arguments, [*arguments[1:], ""], strict=True):
+    for item, following in itertools.zip_longest(arguments, arguments[1:], fillvalue=""):
         if item.startswith("--"):
             flag, separator, value = item.partition("=")
             found[flag] = value if separator or following.startswith("--") else following

@@ -3,6 +3,7 @@
 import contextlib
 import os
 import signal
+import socket
 import subprocess
 import time
 import urllib.request
@@ -33,6 +34,13 @@ def running(launch: Launch, *, log: Path | None, start_timeout: float) -> Iterat
             yield process
         finally:
             _end(process)
+
+
+def free_port() -> int:
+    """One that nobody has on this machine, now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def _start(launch: Launch, output: IO[bytes] | None) -> subprocess.Popen:

@@ -40,7 +40,9 @@ class Handler(FakeHandler):
 
     def _completion(self, body):
         """The last chunk, which holds everything."""
-        return self._chunk(body, answer(body["input_ids"], body["sampling_params"]["max_new_tokens"]), done=True)
+        return self._chunk(
+            body, answer(body.get("input_ids", [1, 2, 3]), body["sampling_params"]["max_new_tokens"]), done=True
+        )
 
     def _chunk(self, body, ids, done=False):
         meta = {"completion_tokens": len(ids), "finish_reason": None}
@@ -50,10 +52,13 @@ class Handler(FakeHandler):
             if self.server_fake.info["speculative_algorithm"] and len(ids) > 1:
                 verifications = -(-(len(ids) - 1) // 2)
                 meta |= {"spec_verify_ct": verifications, "spec_correct_drafts_histogram": [0, verifications]}
+                meta["spec_accept_length"] = len(ids) / verifications
         return {"text": " ".join(map(str, ids)), "output_ids": ids, "meta_info": meta}
 
     def _answer(self, body):
         """As a stream: the first token, two in the middle, all."""
+        if not body.get("stream"):
+            return super()._answer(body)
         whole = self._completion(body)
         ids, cuts = whole["output_ids"], (0, 1, 3)
         parts = [self._chunk(body, ids[:cut]) for cut in cuts[1:] if cut < len(ids)] + [whole]
@@ -105,7 +110,7 @@ class Handler(FakeHandler):
 class FakeSGLang(FakeServer):
     handler = Handler
 
-    def __init__(self, **info):
+    def __init__(self, port=0, **info):
         self.info = INFO | info
         self.flushes = 0
-        super().__init__()
+        super().__init__(port=port)
