@@ -25,7 +25,8 @@ from osprey_jax.evaluation import behind_servers, in_process
 from osprey_jax.evaluation.measurement import summary
 from osprey_jax.evaluation.prompts import PromptSet, read_prompt_set
 from osprey_jax.files import read_json, write_json, write_text
-from osprey_jax.reports import comparison
+from osprey_jax.reports import comparison, decision, decision_page
+from osprey_jax.reports.costs import DecisionConfig
 from osprey_jax.reports.measured import show, write_tables
 
 
@@ -51,7 +52,7 @@ def evaluate(config: EvaluateConfig) -> list[dict[str, Any]]:
     return summaries
 
 
-def decide(config: EvaluateConfig, costs) -> dict[str, Any]:
+def decide(config: EvaluateConfig, costs: DecisionConfig) -> dict[str, Any]:
     """The decision sheet for what was measured in `config.out`, written there and returned. Raises `UserError`."""
     if not (config.out / "results.json").is_file():
         raise UserError(f"{config.out}: holds no results.json; measure first, with the same command without --decide")
