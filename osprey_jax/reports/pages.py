@@ -182,8 +182,8 @@ def _row(row: Sequence[str | Cell]) -> str:
 
 def _bars(block: Bars) -> str:
     ends = [block.zero, *(end for bar in block.bars for end in (bar.value, bar.low, bar.high) if end is not None)]
-    span = (max(ends) - min(ends)) or 1.0
-    low, span = min(ends) - 0.04 * span, 1.08 * span
+    margin = 0.04 * (max(ends) - min(ends)) or 0.5
+    low, span = min(ends) - margin, max(ends) - min(ends) + 2 * margin
 
     def at(value: float) -> float:
         return round(100 * (value - low) / span, 2)

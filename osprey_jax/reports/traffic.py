@@ -123,11 +123,10 @@ def figures(parts: Sequence[Slice], seed: int) -> dict[tuple[str, str | None, st
     off's that are the same), `p95_seconds`, `p95_time_to_first_token`.
     """
     sizes = [len(part.conversations) for part in parts]
-    with np.errstate(divide="ignore", invalid="ignore"):
-        once = _weighted(parts, np.ones((1, sum(sizes))))
-        samples_NxM = None
-        if min(sizes) > 1:
-            samples_NxM = resample(sizes, seed, lambda draws_NxC: np.stack([*_weighted(parts, draws_NxC).values()], 1))
+    once = _weighted(parts, np.ones((1, sum(sizes))))
+    samples_NxM = None
+    if min(sizes) > 1:
+        samples_NxM = resample(sizes, seed, lambda draws_NxC: np.stack([*_weighted(parts, draws_NxC).values()], 1))
     found = {}
     for i, (key, value) in enumerate(once.items()):
         known = float(value[0]) if np.isfinite(value[0]) else None
@@ -223,6 +222,7 @@ def _columns(request: dict[str, Any], rate: float, success_within: float | None)
 _RATIOS = ("cost", "seconds", "time_to_first_token", "throughput")
 
 
+@np.errstate(divide="ignore", invalid="ignore")
 def _weighted(parts: Sequence[Slice], draws_NxC: np.ndarray) -> dict[tuple[str, str | None, str], np.ndarray]:
     """Every figure for each weighting of the conversations; NaN or infinite where it is undefined."""
     found: dict[tuple[str, str | None, str], np.ndarray] = {}

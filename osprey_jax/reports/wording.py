@@ -23,7 +23,7 @@ def money(currency: str, value: float) -> str:
 
 def digits(value: float) -> str:
     """Three, and no fewer than stand before the point: 0.0939; 9.50; 1,234."""
-    return f"{value:#.3g}".rstrip(".") if 1e-4 <= abs(value) < 1000 else f"{value:,.0f}"
+    return f"{value:#.3g}".rstrip(".") if 1e-4 <= abs(value) < 999.5 else f"{value:,.0f}"
 
 
 def seconds(value: float) -> str:
