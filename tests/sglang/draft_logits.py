@@ -23,6 +23,7 @@ if __version__ == "0.5.9":  # imports kernels for caches on other devices
 from sglang.srt.configs.device_config import DeviceConfig
 from sglang.srt.configs.load_config import LoadConfig
 from sglang.srt.configs.model_config import ModelConfig
+from sglang.srt.layers.vocab_parallel_embedding import VocabParallelEmbedding
 from sglang.srt.model_executor.forward_batch_info import CaptureHiddenMode, ForwardBatch, ForwardMode
 from sglang.srt.model_loader import get_model
 from sglang.srt.server_args import ServerArgs
@@ -74,7 +75,9 @@ def run(args: ServerArgs, draft: str) -> dict[str, torch.Tensor | str]:
     model = get_model(model_config=config, load_config=LoadConfig(), device_config=DeviceConfig("cpu"))
     given = {name: torch.from_numpy(value) for name, value in np.load(Path(draft, "inputs.npz")).items()}
     if "target_embedding" in given:
-        model.set_embed(given["target_embedding"])
+        table = VocabParallelEmbedding(*given["target_embedding"].shape)
+        table.weight_loader(table.weight, given["target_embedding"])
+        model.set_embed(table.weight)
     attention, position = Attention(), len(given["token_ids"])
     logits, stream = call(model, attention, ForwardMode.EXTEND, given["token_ids"], 0, given["features"])
     all_logits, streams = [logits], [stream]
