@@ -1,25 +1,32 @@
 """A real SGLang server on the CPU, in an environment and a process group of its own."""
 
 import contextlib
+import dataclasses
 import json
 import os
-import signal
-import socket
-import subprocess
-import time
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from osprey_jax.command import UserError
+from osprey_jax.serving.launch import PATCHES, plan_launch
+from osprey_jax.serving.process import free_port, running
+
 HERE = Path(__file__).parent
 CACHE = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
 VENV = CACHE / "osprey-jax" / "sglang-0.5.23"
+PYTHON = VENV / "bin" / "python"
 STAMP = VENV / "osprey-sglang-tests"  # empty until `install.sh` is done
-PACKAGES = HERE.parents[1] / "sglang_patches"
+PACKAGES = PATCHES
 
 START_LIMIT_S = 300  # 20 s on a quiet machine
 REQUEST_LIMIT_S = 120
 DRAFT_STEPS = 5
+
+# Flags of a server on a CPU.
+ARGUMENTS = ["--device", "cpu", "--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx"]
+ARGUMENTS += ["--max-total-tokens", "2048", "--max-running-requests", "4"]
+ARGUMENTS += ["--skip-server-warmup", "--disable-cuda-graph"]
 
 
 class ServerDied(Exception):
@@ -49,34 +56,15 @@ def serve(target: Path, draft: Path | None, log: Path) -> Iterator[Server]:
     Raises:
       ServerDied: before it answered.
     """
-    port = _free_port()
-    command = [
-        str(VENV / "bin" / "python"),
-        *("-m", "sglang.launch_server", "--model-path", str(target)),
-        *("--device", "cpu", "--dtype", "float32", "--host", "127.0.0.1", "--port", str(port)),
-        *("--prefill-attention-backend", "intel_amx", "--decode-attention-backend", "intel_amx"),
-        *("--max-total-tokens", "2048", "--max-running-requests", "4"),
-        *("--skip-server-warmup", "--disable-cuda-graph"),
-    ]
-    if draft is not None:
-        command += [
-            *("--speculative-algorithm", "EAGLE3", "--speculative-draft-model-path", str(draft)),
-            *("--speculative-num-steps", str(DRAFT_STEPS), "--speculative-eagle-topk", "1"),
-            *("--speculative-num-draft-tokens", str(DRAFT_STEPS + 1)),
-        ]
-    with log.open("wb") as output:
-        # A session of its own: when the server fails it kills its process group, which would be ours.
-        process = subprocess.Popen(
-            command, env=environment(), stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-        )
-    try:
-        url = f"http://127.0.0.1:{port}"
-        _wait_until_healthy(process, url, log)
-        yield Server(url)
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+    arguments = [*ARGUMENTS, "--port", str(free_port())]
+    launch = plan_launch(target, draft, python=PYTHON, draft_steps=DRAFT_STEPS, arguments=arguments)
+    launch = dataclasses.replace(launch, environment=environment())
+    with contextlib.ExitStack() as stack:
+        try:
+            stack.enter_context(running(launch, log=log, start_timeout=START_LIMIT_S))
+        except UserError as error:
+            raise ServerDied(f"{error}\n{end_of(log)}") from error
+        yield Server(launch.url)
 
 
 def environment() -> dict[str, str]:
@@ -94,22 +82,5 @@ def environment() -> dict[str, str]:
     }
 
 
-def _wait_until_healthy(process: subprocess.Popen, url: str, log: Path) -> None:
-    end = time.monotonic() + START_LIMIT_S
-    while time.monotonic() < end:
-        if process.poll() is not None:
-            raise ServerDied(f"the server ended with status {process.returncode}\n{_end_of(log)}")
-        with contextlib.suppress(OSError), urllib.request.urlopen(f"{url}/health", timeout=10):
-            return
-        time.sleep(0.5)
-    raise ServerDied(f"no answer within {START_LIMIT_S} s\n{_end_of(log)}")
-
-
-def _end_of(log: Path) -> str:
+def end_of(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-60:])
-
-
-def _free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
