@@ -19,6 +19,7 @@ from osprey_jax.data.recipes import TextRecipe
 from osprey_jax.data.records import read_blocks
 from osprey_jax.data.tokenizer import check_tokenizer, load_tokenizer
 from osprey_jax.models.hf_config import check_tap_layers, transformer_config
+from osprey_jax.reports.costs import DecisionConfig
 from tests.data.rendering import assistant_spans
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -176,9 +177,9 @@ def test_config_starts_with_its_command_and_is_valid(path):
     """Its first lines are what a reader pastes, the last of them with this very file."""
     commands = path.read_text(encoding="utf-8").split("\n#\n")[0].splitlines()
     assert all(command.startswith("# python -m osprey_jax.") for command in commands)
-    *_, module, option, config = commands[-1].split()
-    assert (option, ROOT / config) == ("--config", path)
-    load_config(path, [], KINDS[module])
+    _, _, _, module, *_, option, config = commands[-1].split()
+    assert ROOT / config == path
+    load_config(path, [], DecisionConfig if option == "--decide" else KINDS[module])
 
 
 def test_another_output_directory_moves_every_path(tmp_path):

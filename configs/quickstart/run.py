@@ -239,11 +239,8 @@ def report(out: str) -> None:
     print(f"heat map: {out}/evaluation/accepted_length.png   every request: {out}/evaluation/requests.csv")
     print("One seed of a miniature: differences of some tenths are noise.")
     print(f"""
-To serve the result, where SGLang is installed (sglang_patches/README.md):
-PYTHONPATH=sglang_patches SGLANG_EXTERNAL_MODEL_PACKAGE=osprey_sgl_models \\
-  python -m sglang.launch_server --model-path {out}/target-hf --dtype float32 \\
-  --speculative-algorithm EAGLE3 --speculative-draft-model-path {out}/drafters/osprey \\
-  --speculative-num-steps 5 --speculative-eagle-topk 1 --speculative-num-draft-tokens 6""")
+To serve the result, with the Python of an environment that has SGLang (sglang_patches/README.md):
+python -m export.serve --target {out}/target-hf --draft {out}/drafters/osprey --python PYTHON""")
 
 
 def main() -> None:
