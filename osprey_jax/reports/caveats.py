@@ -3,15 +3,22 @@
 from typing import Any
 
 from osprey_jax.config import OFF
+from osprey_jax.reports.statistics import FEW
 from osprey_jax.reports.wording import number, share
 
-_FEW = 30  # conversations of a set, under which the bootstrap's intervals are known to be too narrow
 _LOADED = 0.9  # of the level of concurrency, under which it was not reached
 
 
 def caveats(decision: dict[str, Any]) -> list[str]:
     """Sentences, those that hold for this measurement first."""
     return [*_of_this(decision), *_of_all(decision)]
+
+
+def few_conversations(decision: dict[str, Any]) -> str:
+    """The prompt sets that have too few, with how many; empty where none has."""
+    return ", ".join(
+        f"{part['prompts']} {part['conversations']}" for part in decision["slices"] if part["conversations"] < FEW
+    )
 
 
 def _of_this(decision: dict[str, Any]) -> list[str]:
@@ -26,9 +33,8 @@ def _of_this(decision: dict[str, Any]) -> list[str]:
         )
     elif hardware.get("gpus") not in (None, decision["gpus"]):
         found.append(f"The server said {hardware['gpus']} GPU(s), the costs say {decision['gpus']}.")
-    if few := [part for part in decision["slices"] if part["conversations"] < _FEW]:
-        listed = ", ".join(f"{part['prompts']} {part['conversations']}" for part in few)
-        found.append(f"Few conversations ({listed}): intervals of fewer than {_FEW} are narrower than they should be.")
+    if few := few_conversations(decision):
+        found.append(f"Few conversations ({few}): of fewer than {FEW}, intervals are narrower than they should be.")
     if left := [part for part in decision["slices"] if part["left_out"]]:
         listed = ", ".join(f"{part['prompts']} {part['left_out']}" for part in left)
         found.append(f"Conversations that some arm was never asked are left out everywhere: {listed}.")

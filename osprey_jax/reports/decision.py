@@ -9,7 +9,7 @@ from osprey_jax import __version__
 from osprey_jax.command import UserError
 from osprey_jax.config import OFF
 from osprey_jax.reports.costs import DecisionConfig, check_names, one_off_hours
-from osprey_jax.reports.statistics import Interval
+from osprey_jax.reports.statistics import FEW, Interval
 from osprey_jax.reports.traffic import Arm, Figure, Slice, figures, slices
 
 Figures = dict[tuple[str, str | None, str], Figure]
@@ -130,11 +130,12 @@ def _judged(
     checks = [_pays(net, saving, one_off, costs), *_within_limits(arm, found, parts, costs)]
     asked = [check for check in checks if check["limit"] is not None]
     keep = all(check["passed"] for check in asked)
+    enough = all(len(part.conversations) >= FEW for part in parts)
     return {
         **_of_arm(arm, found, parts, price),
         "keep": keep,
         # Whether the sample leaves no doubt: of all limits that are kept, or of one that is not.
-        "certain": (all if keep else any)(check["certain"] for check in asked if check["passed"] == keep),
+        "certain": enough and (all if keep else any)(check["certain"] for check in asked if check["passed"] == keep),
         "saving": _plain(saving),
         "cost_ratio": _plain(found[arm, None, "cost_ratio"]),
         "one_off": one_off,

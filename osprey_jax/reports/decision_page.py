@@ -4,7 +4,7 @@ from pathlib import PurePath
 from typing import Any
 
 from osprey_jax.config import OFF
-from osprey_jax.reports.caveats import caveats
+from osprey_jax.reports.caveats import caveats, few_conversations
 from osprey_jax.reports.pages import Bar, Bars, Block, Bullets, Cell, Heading, Table, Text, Verdict
 from osprey_jax.reports.pages import markdown as as_markdown
 from osprey_jax.reports.pages import page as as_page
@@ -43,10 +43,10 @@ def _title(decision: dict[str, Any]) -> str:
 
 def _blocks(decision: dict[str, Any]) -> list[Block]:
     measured, level = decision["measured"], decision["level"]
-    when = "" if measured["date"] is None else f", measured {_day(measured['date'])}"
+    when = "" if measured["date"] is None else f"; measured {_day(measured['date'])}"
     return [
         Heading(_title(decision), 1),
-        Text(f"{_hardware(decision)}, {_at_one_time(level)}{when}; decided {_day(decision['date'])}."),
+        Text(f"{_hardware(decision)}; {_at_one_time(level)}{when}; decided {_day(decision['date'])}."),
         _verdict(decision),
         Heading("What each costs"),
         _costs(decision),
@@ -74,8 +74,7 @@ def _verdict(decision: dict[str, Any]) -> Verdict:
     best = next((row for row in decision["drafters"] if row["arm"] == decision["best"]), None)
     if best is None:
         reasons = [f"{row['arm']}: {_broken(row)}" for row in decision["drafters"]]
-        unsure = not all(row["certain"] for row in decision["drafters"])
-        doubt = ["The sample leaves doubt: where the tables say so, more prompts could change this."] if unsure else []
+        doubt = [] if all(row["certain"] for row in decision["drafters"]) else [_doubt(decision, [])]
         return Verdict("Stay with speculation off: no drafter is to be kept.", "bad", reasons + doubt)
     currency, costs = decision["costs"]["currency"], decision["costs"]
     ratio, off = best["cost_ratio"], decision["off"]["cost"]
@@ -92,10 +91,17 @@ def _verdict(decision: dict[str, Any]) -> Verdict:
         sentences.append(f"{runner_up['arm']} may be kept too; a request costs {per} more with it{seen}.")
     if not best["certain"]:
         doubtful = [_limit_words(check)[0] for check in best["checks"] if check["certain"] is False]
-        sentences.append(f"The sample leaves doubt about: {', '.join(doubtful)}. More prompts would tell.")
+        sentences.append(_doubt(decision, doubtful))
     if unset := [_limit_words(check)[0] for check in best["checks"] if check["limit"] is None]:
         sentences.append(f"No limit was set on: {', '.join(unset)}.")
     return Verdict(f"Serve with {best['arm']}.", "good" if best["certain"] else "unsure", sentences)
+
+
+def _doubt(decision: dict[str, Any], limits: list[str]) -> str:
+    """Why a verdict is not certain: `limits` near which the sample cannot tell, or few prompts."""
+    about = f" about: {', '.join(limits)}" if limits else ""
+    few = few_conversations(decision)
+    return f"The sample leaves doubt{about}{f' (few prompts: {few})' if few else ''}; more prompts would tell."
 
 
 def _paid_back(best: dict[str, Any], costs: dict[str, Any]) -> str:
@@ -316,7 +322,7 @@ def _method(decision: dict[str, Any]) -> list[str]:
         + ", ".join(f"{part['prompts']} {share(part['share'])}" for part in decision["slices"])
         + ".",
         "Spent once: the GPU hours of preparation and adaptation x the price of one GPU hour. Paid back after: that / "
-        "the saving on a success.",
+        "the saving on a success. Requests a month are successes.",
         "To the end and to the first token: as the user waits, lost attempts included. p95: the smallest time that 95% "
         "of the answers, by their weight, do not exceed.",
         "Accepted length: mean over requests of completion tokens / verifications.",
@@ -330,7 +336,7 @@ def _method(decision: dict[str, Any]) -> list[str]:
 def _hardware(decision: dict[str, Any]) -> str:
     hardware = decision["measured"]["hardware"] or {}
     if hardware.get("device") == "cpu":
-        return f"Measured on a CPU, not on the {decision['gpus']} GPU(s) that the price is of"
+        return f"On a CPU, not on the {decision['gpus']} GPU(s) that the price is of"
     return f"{decision['gpus']} x {hardware.get('gpu') or 'GPU of a kind not recorded'}"
 
 

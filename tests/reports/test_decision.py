@@ -263,11 +263,18 @@ def test_what_was_not_measured_does_not_pass():
 
 
 def test_a_limit_near_the_measured_value_is_in_doubt():
-    """One of four requests is over 5.5 s, which may be chance: kept or broken, the sample cannot tell."""
-    drafter = only(decide(measurement(OFF, HALF), costs(limits={"p95_seconds": 5.5})))
-    assert not drafter["keep"] and not drafter["certain"]
-    drafter = only(decide(measurement(OFF, HALF), costs(limits={"p95_seconds": 7})))
-    assert drafter["keep"] and drafter["certain"]
+    """Two of forty requests take longer than 5.5 s, which may be chance: kept or broken, the sample cannot tell."""
+    results = [asked("off", [10.0] * 40), asked("osprey", [5.0] * 38 + [6.0] * 2)]
+    for limit, keep, certain in ((5.5, True, False), (4.9, False, True), (7, True, True)):
+        drafter = only(decide(measurement(*results), costs(limits={"p95_seconds": limit})))
+        assert (drafter["keep"], drafter["certain"]) == (keep, certain)
+
+
+def test_few_prompts_are_never_certain():
+    """Nineteen prompts, all alike, have intervals of no width, which is not what they prove."""
+    for count, certain in ((19, False), (20, True)):
+        arms = [asked("off", [10.0] * count), asked("osprey", [5.0] * count)]
+        assert only(decide(measurement(*arms), costs()))["certain"] == certain
 
 
 def test_no_failure_in_four_is_no_proof():
@@ -276,19 +283,19 @@ def test_no_failure_in_four_is_no_proof():
     found = check(drafter, "max_failure_share")
     assert found["interval"] == pytest.approx([0, 1 - 0.025**0.25])
     assert found["passed"] and not found["certain"]
-    limits = {"max_failure_share": 0, "min_share_equal_to_off": 1}
-    assert only(decide(measurement(OFF, HALF), costs(limits=limits)))["certain"]
+    drafter = only(decide(measurement(OFF, HALF), costs(limits={"max_failure_share": 0, "min_share_equal_to_off": 1})))
+    assert all(row["certain"] for row in drafter["checks"] if row["limit"] is not None)
 
 
 def test_a_drafter_that_never_answers():
     """Everything is undefined, nothing is NaN, and it is discarded for certain."""
-    dead = asked("osprey", []) | {"failures": [failure(f"code{i}", 3.0) for i in range(4)], "busy_seconds": 12.0}
-    decision = decide(measurement(OFF, dead), costs())
+    dead = asked("osprey", []) | {"failures": [failure(f"code{i}", 3.0) for i in range(20)], "busy_seconds": 60.0}
+    decision = decide(measurement(asked("off", [10.0] * 20), dead), costs())
     json.dumps(decision, allow_nan=False)
     drafter = only(decision)
     assert (drafter["cost"]["value"], drafter["failures"]["value"]) == (None, 1.0)
     assert (drafter["keep"], drafter["certain"], decision["best"]) == (False, True, "off")
-    assert decision["failures"] == [{"arm": "osprey", "reason": "HTTP 500", "requests": 4}]
+    assert decision["failures"] == [{"arm": "osprey", "reason": "HTTP 500", "requests": 20}]
 
 
 def test_best_of_those_kept():

@@ -34,7 +34,7 @@ def test_the_verdict_comes_first():
     """What to do, what it saves, when it is paid back: before any table, with the numbers of the decision."""
     top = page(OFF, HALF).split("\n## ")[0]
     assert "# Decision sheet: speculative decoding for target" in top
-    assert "1 x NVIDIA H200, one request at a time, measured 2026-01-02" in top
+    assert "1 x NVIDIA H200; one request at a time; measured 2026-01-02" in top
     assert "**Serve with osprey.**" in top
     assert "costs 50.0% less than with speculation off (−50.0%): USD 0.005 instead of USD 0.01" in top
     assert "The USD 36.00 spent once are back after 7,200 requests, 2 months" in top
@@ -62,9 +62,13 @@ def test_a_limit_that_is_not_set_is_said_to_be():
 
 def test_doubt_is_said():
     """A verdict that more prompts could turn over is not given as one that they could not."""
-    text = page(OFF, asked("osprey", [2.0, 13.0, 4.0, 14.0]), given={"preparation_gpu_hours": 0})
+    free = {"preparation_gpu_hours": 0, "adaptation_gpu_hours": 0}
+    text = page(OFF, asked("osprey", [2.0, 13.0, 4.0, 14.0]), given=free)
     assert "| keep, in doubt |" in text
-    assert "The sample leaves doubt about: paid back. More prompts would tell." in text
+    assert "The sample leaves doubt about: paid back (few prompts: code 4); more prompts would tell." in text
+    text = page(OFF, asked("osprey", [9.0, 13.0, 8.0, 11.0]), given=free)
+    assert "**Stay with speculation off" in text
+    assert "The sample leaves doubt (few prompts: code 4); more prompts would tell." in text
 
 
 def test_no_difference_is_said():
@@ -87,7 +91,7 @@ def test_all_that_failed_and_differed():
 def test_a_cpu_is_said_to_be_one():
     """Nobody should take a CPU's times for those of the GPUs in the costs."""
     text = page(OFF, HALF, hardware={"device": "cpu", "gpus": None, "cpu": "EPYC"}, given={"gpus": 2})
-    assert "Measured on a CPU, not on the 2 GPU(s) that the price is of" in text
+    assert "On a CPU, not on the 2 GPU(s) that the price is of;" in text
     assert "It was measured on a CPU." in section(text, "What the numbers cannot say")
 
 
