@@ -1,6 +1,7 @@
 """Arms measured behind SGLang: a server for each, that runs already or is started here, one after another."""
 
 import contextlib
+import functools
 import hashlib
 import json
 import sys
@@ -16,7 +17,7 @@ from osprey_jax.decoding.chat import Chat
 from osprey_jax.decoding.endpoint import Fault
 from osprey_jax.decoding.journal import Journal
 from osprey_jax.evaluation.hardware import machine
-from osprey_jax.evaluation.load import Load, key_of
+from osprey_jax.evaluation.load import KEPT, Load, key_of
 from osprey_jax.evaluation.measurement import busy_seconds, facts
 from osprey_jax.evaluation.prompts import Item, PromptSet, fingerprint, next_turns
 from osprey_jax.files import fingerprint as files_fingerprint
@@ -28,9 +29,8 @@ from osprey_jax.serving.process import free_port, running
 # Of what a server says of itself, what its figures depend on.
 _FACTS = ("version", "model_path", "dtype", "quantization", "kv_cache_dtype", "device", "tp_size", "pp_size", "dp_size")
 _FACTS += ("speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk")
-_FACTS += ("speculative_num_draft_tokens", "attention_backend", "max_running_requests", "disable_radix_cache")
-_FACTS += ("enable_deterministic_inference", "cuda_graph_max_bs", "mem_fraction_static")
-_FACTS += ("incremental_streaming_output", "stream_output")
+_FACTS += ("speculative_num_draft_tokens", "attention_backend", "disable_radix_cache", "enable_deterministic_inference")
+_CHOSEN = ("max_running_requests", "cuda_graph_max_bs", "mem_fraction_static")  # by the memory that a server finds free
 
 
 class Engine:
@@ -50,6 +50,7 @@ class Engine:
         arms = [OFF, *config.drafters] if OFF in config.servers or config.sglang_python else [*config.drafters]
         self._arms = arms
         self._servers: dict[str, dict[str, Any]] = {}  # arm -> what its server says
+        self._fingerprint = functools.cache(files_fingerprint)
 
     def facts(self) -> dict[str, Any]:
         """The machines that measured: as the servers tell, and this one where it started them."""
@@ -117,6 +118,7 @@ class _Arm:
         self._engine, self._config, self.name, self._sets = engine, engine._config, name, sets
         self._asked = asked  # by set: the items of each turn; grows when `off` is measured first
         self._parts = parts
+        self._before: dict[str, Any] | None = None  # what its server said of itself
 
     def measure(self) -> list[dict[str, Any]]:
         """Its parts. Starts or reaches its server only where something is missing."""
@@ -149,8 +151,8 @@ class _Arm:
         config, path = self._config, self._config.drafters.get(self.name)
         settings = {
             "prompts": fingerprint(prompts.items),
-            "target": files_fingerprint(config.target),
-            "drafter": None if path is None else files_fingerprint(path) if path.is_dir() else str(path),
+            "target": self._engine._fingerprint(config.target),
+            "drafter": None if path is None else self._engine._fingerprint(path) if path.is_dir() else str(path),
             "draft_steps": None if path is None else config.draft_steps,
             "template_options": config.template_options,
             "concurrency": level,
@@ -209,10 +211,12 @@ class _Arm:
         server = SGLangServer(url, self._config.timeout)
         load = Load(self.name, server, alive, self._same)
         try:
-            self._told_now = await load.until_back()
+            told = await load.until_back()
             for (name, level), journal in journals.items():
                 prompts = next(prompts for prompts in self._sets if prompts.name == name)
-                self._note_server(journal)
+                self._note_server(journal, told)
+                if level > (places := told.get("max_running_requests", level)):
+                    print(f"warning: {self.name}: takes {places} requests at one time, not {level}", file=sys.stderr)
                 for number, items in enumerate(self._turns(prompts, journal, level)):
                     left = [item for item in items if not answered(journal, item)]
                     if left:
@@ -233,26 +237,32 @@ class _Arm:
             raise UserError(f"servers.{self.name}: drafts {steps} steps, draft_steps is {config.draft_steps}")
         if info.get("skip_tokenizer_init"):
             raise UserError(f"servers.{self.name}: writes no text; start it without --skip-tokenizer-init")
-        told = {key: info[key] for key in _FACTS if info.get(key) is not None}
+        told = {key: info[key] for key in (*_FACTS, *_CHOSEN) if info.get(key) is not None}
         if "version" not in told:
             raise Fault("does not tell its version")
+        if self._before and (changed := _changed(self._before, told)):
+            raise UserError(f"{self.name}: came back as a server with another {changed}; {KEPT}")
+        self._before = told
         return told
 
-    def _note_server(self, journal: Journal) -> None:
+    def _note_server(self, journal: Journal, told: dict[str, Any]) -> None:
         """What is measured in several runs, is measured on one kind of server."""
         before = journal.read("server")
         if before is None:
-            journal.add({"key": "server", "told": self._told_now})
-        elif changed := sorted(
-            k for k in before["told"].keys() | self._told_now if before["told"].get(k) != self._told_now.get(k)
-        ):
+            journal.add({"key": "server", "told": told})
+        elif changed := _changed(before["told"], told):
             raise UserError(
-                f"{journal.path}: was begun on a server with another {', '.join(changed)}; go on with that one, or "
-                "remove the file to measure it anew"
+                f"{journal.path}: was begun on a server with another {changed}; go on with that, or remove the file "
+                "to measure it anew"
             )
 
     def _told(self, journals: dict[tuple[str, int], Journal]) -> dict[str, Any]:
         return next(iter(journals.values())).read("server")["told"]
+
+
+def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:
+    """Names of what a server says otherwise than before."""
+    return ", ".join(key for key in _FACTS if before.get(key) != now.get(key))
 
 
 def answered(journal: Journal, item: Item) -> bool:

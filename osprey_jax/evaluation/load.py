@@ -20,6 +20,8 @@ PATIENCE_S = 120.0  # with a server that cannot be reached
 _TRIES = 3  # of a request
 _FAILURES = 5  # requests in a row, each after all its tries: it is the server
 _WARM_TOKENS = 16
+_LINE_S = 60.0  # between lines where no terminal shows the bar
+KEPT = "what is finished is kept, the same command goes on"
 
 
 def key_of(item: Item) -> str:
@@ -47,7 +49,6 @@ class Load:
         self._returning = asyncio.Lock()  # one asks whether the server is back, all wait
         self._failures = 0
         self._incremental = False
-        self._kept: dict[str, Any] | None = None
 
     async def ask(self, items: list[Item], level: int, journal: Journal, title: str, *, done: int) -> None:
         """An entry in `journal` for each of `items`, `level` of them at a time.
@@ -56,16 +57,21 @@ class Load:
           UserError: the server is gone, or fails whatever it is asked. What was answered before is kept.
         """
         await self._warm(items[:level])
-        waiting = list(reversed(items))
+        waiting, told, total = list(reversed(items)), time.monotonic(), done + len(items)
 
         async def work() -> None:
+            nonlocal done, told
             while waiting:
                 item = waiting.pop()
                 before = (journal.read(key_of(item)) or {}).get("intervals", [])  # of a run in which it failed
                 journal.add({"key": key_of(item)} | item.name | await self._complete(item, before))
                 bar.update()
+                done += 1
+                if bar.disable and (done == total or time.monotonic() - told > _LINE_S):
+                    told = time.monotonic()
+                    print(f"{title}: {done}/{total} prompts", file=sys.stderr, flush=True)
 
-        with tqdm(total=done + len(items), initial=done, desc=title, unit=" prompts", disable=None) as bar:
+        with tqdm(total=total, initial=done, desc=title, unit=" prompts", disable=None) as bar:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(level, len(items))):
                     group.create_task(work())
@@ -76,19 +82,16 @@ class Load:
             begin, delay, told = time.monotonic(), FIRST_DELAY_S, False
             while True:
                 if reason := self._ended():
-                    raise UserError(f"{self._name}: the server {reason}; {_KEPT}")
+                    raise UserError(f"{self._name}: the server {reason}; {KEPT}")
                 try:
                     info = await self._server.info()
                     kept = self._same(info)
-                    if self._kept is not None and kept != self._kept:
-                        raise UserError(f"{self._name}: {self._server.url} is another server now; {_KEPT}")
-                    self._kept = kept
                     self._incremental = bool(info.get("incremental_streaming_output") or info.get("stream_output"))
                     return kept
                 except Fault as fault:
                     if time.monotonic() - begin > PATIENCE_S:
                         lost = f"{self._server.url}: {fault}, for {PATIENCE_S:g} s"
-                        raise UserError(f"{self._name}: {lost}; {_KEPT}") from fault
+                        raise UserError(f"{self._name}: {lost}; {KEPT}") from fault
                     if not told:
                         self._say(f"waiting for the server ({fault})")
                         told = True
@@ -121,7 +124,7 @@ class Load:
                     self._failures += 1
                     if self._failures == _FAILURES:
                         lost = f"the last {_FAILURES} requests all failed, {_TRIES} times each ({fault})"
-                        raise UserError(f"{self._name}: {lost}; {_KEPT}") from fault
+                        raise UserError(f"{self._name}: {lost}; {KEPT}") from fault
                     return {"intervals": intervals, "failed": str(fault), "for_good": False}
                 await asyncio.sleep(jittered(FIRST_DELAY_S))
             else:
@@ -133,6 +136,3 @@ class Load:
 
     def _say(self, text: str) -> None:
         tqdm.write(f"{self._name}: {text}", file=sys.stderr)
-
-
-_KEPT = "what is finished is kept, the same command goes on"

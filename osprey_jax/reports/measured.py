@@ -51,7 +51,8 @@ def show(
     config: EvaluateConfig, sets: Sequence[Any], summaries: Sequence[dict[str, Any]], compared: list[dict]
 ) -> None:
     """Everything on the console; `sets` are the `PromptSet`s."""
-    print(_lengths([summary for summary in summaries if summary["arm"] != OFF]))
+    if config.drafters:
+        print(_lengths([summary for summary in summaries if summary["arm"] != OFF]))
     if config.engine == "sglang":
         print(f"\n{_times(summaries)}")
     for one in matrix.matrices(summaries, config.trained_on):

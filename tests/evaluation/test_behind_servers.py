@@ -96,15 +96,14 @@ def test_what_the_server_says_is_what_is_written(start, config):
         assert 0 < request["time_to_first_token"] <= request["seconds"]
     assert found[0]["requests"][0]["verifications"] is None and found[0]["accepted_length"] is None
     assert off.flushes == drafter.flushes == 2
-    assert off.most == 4
 
 
 def test_levels_are_kept(start, config):
     """Never more requests at a time than the level says, and so many where there are enough."""
     off = start()
-    off.delay = 0.03
+    off.delay = 0.1
     evaluate(config(off, concurrency=[3]))
-    assert off.most == 3
+    assert off.most == 3 and len(off.bodies) == 3 + len(RECORDS)
 
 
 def test_incremental_streams(start, config):
@@ -293,7 +292,7 @@ def test_a_server_that_comes_back_as_another(start, config, monkeypatch):
 
     off.fault = restarts
     made = config(off)
-    with pytest.raises(UserError, match="is another server now"):
+    with pytest.raises(UserError, match="off: came back as a server with another dtype"):
         evaluate(made)
     off.fault = lambda number, body: None
     with pytest.raises(UserError, match="was begun on a server with another dtype"):
