@@ -187,11 +187,8 @@ def _explained(comparison: Comparison, agreement: Agreement, repairs: list[Repai
     others = [repair.fault for repair in repairs if repair.certain and repair is not healed]
     if healed is not None:
         return [f"{healed.fault} (so repaired, the replay agrees with what was trained)", *others]
-    step = (
-        int(np.argmax(agreement.relative_K > agreement.tolerance))
-        if agreement.share_K.min() == 1
-        else int(np.argmax(agreement.share_K < 1))
-    )
+    wrong_K = (agreement.share_K < 1) | (agreement.relative_K > agreement.tolerance_K)
+    step = int(np.argmax(wrong_K))
     return [
         *others,
         f"the replay differs from what was trained and no single known repair mends it: at step {step}, top-1 "
