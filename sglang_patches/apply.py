@@ -163,17 +163,17 @@ def patched_text(text: str, patch: str) -> str:
 
 def apply(models: Path, version: str) -> str:
     found = state(models, version)
+    _clean_up(models)
     if found == "applied":
         return "already applied"
     files, record = contents(models, version)
     files[RECORD] = json.dumps(record, indent=1).encode()
     registry, package = models / "registry.py", models / PACKAGE
-    _clean_up(models)
+    patched = files.pop("registry.py")
     try:  # whatever can fail for want of room or rights comes before the first rename
         new = _beside(package, "new")
         new.mkdir()
         shutil.copymode(models, new)
-        patched = files.pop("registry.py")
         for name, data in files.items():
             _write(new / name, data, like=registry)
         shutil.copystat(registry if found == "pristine" else package / ORIGINAL, new / ORIGINAL)
@@ -181,12 +181,13 @@ def apply(models: Path, version: str) -> str:
         _write(_beside(registry, "new"), patched, like=registry)
         if found != "pristine":  # the package is of an earlier call
             _take_back(models)
+        _copy_original(new / ORIGINAL, registry)
         os.rename(new, package)
-        _sync(models)
         try:
+            _sync(models)
             _replace(registry, "new")
         except BaseException:
-            shutil.rmtree(package)
+            _take_out(models)
             raise
     finally:
         _clean_up(models)
@@ -195,21 +196,34 @@ def apply(models: Path, version: str) -> str:
 
 def revert(models: Path, version: str) -> str:
     found = state(models, version)
+    _clean_up(models)
+    if found == "pristine":
+        return "already pristine"
     try:
-        if found != "pristine":
-            _take_back(models)
+        _take_back(models)
     finally:
         _clean_up(models)
-    return "already pristine" if found == "pristine" else "reverted"
+    return "reverted"
 
 
 def _take_back(models: Path) -> None:
-    registry, package = models / "registry.py", models / PACKAGE
-    original, old = package / ORIGINAL, _beside(registry, "old")
+    _copy_original(models / PACKAGE / ORIGINAL, models / "registry.py")
+    _take_out(models)
+
+
+def _copy_original(original: Path, registry: Path) -> None:
+    """Beside `registry`, with the times and rights that it had."""
+    old = _beside(registry, "old")
     _write(old, original.read_bytes(), like=original)
     shutil.copystat(original, old)
-    _replace(registry, "old")
-    os.rename(package, _beside(package, "old"))
+
+
+def _take_out(models: Path) -> None:
+    """The original in its place, then the package out of it."""
+    out = _beside(models / PACKAGE, "old")
+    shutil.rmtree(out, ignore_errors=True)
+    _replace(models / "registry.py", "old")
+    os.rename(models / PACKAGE, out)
     _sync(models)
 
 
