@@ -5,7 +5,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from osprey_jax.config import OFF
-from osprey_jax.reports.statistics import TIMES, paired
+from osprey_jax.reports.statistics import paired
 from osprey_jax.reports.tables import console_table
 
 _NAMES = {
@@ -20,8 +20,8 @@ def compare(results: Sequence[dict[str, Any]], seed: int) -> list[dict[str, Any]
     """Every drafter against every later one, and each against speculation off, on each prompt set and level.
 
     `results` are those of `results.json`. A row says `arm`, `against`, `prompts`, `concurrency`, `measure`, then what
-    `statistics.paired` says of it: the difference is arm - against. A measure that no request of both has is left out;
-    accepted length is one of drafters alone.
+    `statistics.paired` says of it: the difference is arm - against. A measure that no request of both has is left out,
+    as accepted length is against off.
     """
     groups: dict[tuple[str, int | None], list[dict[str, Any]]] = {}
     for result in results:
@@ -31,7 +31,7 @@ def compare(results: Sequence[dict[str, Any]], seed: int) -> list[dict[str, Any]
         drafters = [result for result in group if result["arm"] != OFF]
         off = [result for result in group if result["arm"] == OFF]
         for arm, against in [*itertools.combinations(drafters, 2), *itertools.product(drafters, off)]:
-            for measure in _NAMES if against["arm"] != OFF else TIMES:
+            for measure in _NAMES:
                 found = paired(arm["requests"], against["requests"], measure, seed)
                 if found["requests"]:
                     names = {"arm": arm["arm"], "against": against["arm"], "prompts": prompts}

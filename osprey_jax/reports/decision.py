@@ -12,6 +12,8 @@ from osprey_jax.reports.costs import DecisionConfig, check_names, one_off_hours
 from osprey_jax.reports.statistics import FEW, Interval
 from osprey_jax.reports.traffic import Arm, Figure, Slice, figures, slices
 
+_ROUNDING = 1e-9  # by which a number may miss a limit that it reaches in exact arithmetic
+
 Figures = dict[tuple[str, str | None, str], Figure]
 
 
@@ -231,7 +233,7 @@ def _check(
     """
 
     def keeps(value: float) -> bool:
-        return value >= limit if least else value <= limit
+        return value >= limit - _ROUNDING if least else value <= limit + _ROUNDING
 
     value, spread = measured["value"], measured["interval"]
     passed = None if limit is None else value is not None and keeps(value)

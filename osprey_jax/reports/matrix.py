@@ -99,7 +99,7 @@ def _matrix(
     known = [drafter in trained_on for drafter in drafters]
     inside, outside, overall = [], [], []
     for i, row in enumerate(values):
-        inside.append(_mean([value for j, value in enumerate(row) if known[i] and (i, j) in own]))
+        inside.append(_mean([value for j, value in enumerate(row) if (i, j) in own]))
         outside.append(_mean([value for j, value in enumerate(row) if known[i] and (i, j) not in own]))
         overall.append(_mean(row))
     domains = {"in-domain": inside, "out-of-domain": outside} if any(known) else {}

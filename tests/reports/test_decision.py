@@ -96,6 +96,8 @@ def test_an_answer_that_came_too_late_is_no_success():
     assert (drafter["counts"]["successes"], drafter["counts"]["late"]) == (2, 2)
     assert drafter["cost"]["value"] == pytest.approx(0.001 * 22 / 2)
     assert drafter["failures"]["value"] == 0.5
+    on_time = only(decide(measurement(asked("off", [5.0] * 4), slow), costs(success_within=6)))
+    assert on_time["counts"]["late"] == 1, "6 s are within 6 s"
 
 
 def test_busy_time_is_shared_under_load():
@@ -104,6 +106,7 @@ def test_busy_time_is_shared_under_load():
     drafter = only(decide(measurement(off, arm), costs(concurrency=4)))
     assert drafter["cost"]["value"] == pytest.approx(0.001 * 10 / 4)
     assert drafter["running"] == {"code": pytest.approx(4)}
+    assert drafter["throughput"]["value"] == pytest.approx(4 * 10), "100 tokens in 10 s, four of them together"
 
 
 def test_sets_weigh_as_measured_or_as_given():
@@ -116,6 +119,8 @@ def test_sets_weigh_as_measured_or_as_given():
     decision = decide(measurement(*off, *arm), costs(mix={"code": 0.5, "prose": 0.5}))
     assert decision["off"]["cost"]["value"] == pytest.approx(0.020)
     assert decision["off"]["p95_seconds"]["value"] == 30.0
+    decision = decide(measurement(*off, *arm), costs(mix={"code": 0.96, "prose": 0.04}))
+    assert decision["off"]["p95_seconds"]["value"] == 12.0, "prose is too rare to matter"
 
 
 def test_mix_counts_successes_by_traffic():
@@ -124,6 +129,7 @@ def test_mix_counts_successes_by_traffic():
     results = [OFF, HALF, asked("off", [1.0, 1.0]) | {"prompts": "prose"}, busy(prose)]
     drafter = only(decide(measurement(*results), costs(mix={"code": 0.75, "prose": 0.25})))
     assert drafter["cost"]["value"] == pytest.approx(0.001 * (0.75 * 5 + 0.25 * 20) / (0.75 * 1 + 0.25 * 0.5))
+    assert drafter["failures"]["value"] == pytest.approx(0.25 * 0.5)
 
 
 def test_hours_by_drafter():
@@ -147,6 +153,12 @@ def test_a_saving_too_small_for_the_horizon():
     drafter = only(decide(measurement(OFF, HALF), costs(months=1)))
     assert (drafter["break_even_requests"], drafter["keep"]) == (7200, False)
     assert drafter["net_saving"] == pytest.approx(18 - 36)
+
+
+def test_break_even_is_the_request_after_which_nothing_is_left():
+    """36 spent at 0.007 a success are back with the 5,143rd, not with the one before."""
+    drafter = only(decide(measurement(OFF, asked("osprey", [3.0] * 4)), costs()))
+    assert drafter["break_even_requests"] == 5143 == int(36 / 0.007) + 1
 
 
 def test_same_drafter_saves_nothing():
@@ -254,6 +266,34 @@ def test_the_dearest_set_is_named():
     assert (found["where"], found["measured"], found["passed"]) == ("prose", pytest.approx(0.2), False)
 
 
+def test_a_set_without_success_is_the_dearest():
+    """No cost is worse than any."""
+    dead = asked("osprey", []) | {"prompts": "prose", "failures": [failure("prose0", 1.0)], "busy_seconds": 1.0}
+    results = [OFF, HALF, asked("off", [5.0], "prose"), dead]
+    limits = {"max_slice_regression": 9}
+    found = check(only(decide(measurement(*results), costs(limits=limits))), "max_slice_regression")
+    assert (found["where"], found["measured"], found["passed"]) == ("prose", None, False)
+
+
+def test_a_limit_that_is_reached_is_kept():
+    """Also where a sum of binary fractions misses it by a hair: 19 of 20 are 95%."""
+    arm = with_requests(asked("osprey", [5.0] * 20), matches_off=[True] * 19 + [False])
+    results = measurement(asked("off", [10.0] * 20), arm)
+    for least, kept in ((0.95, True), (0.9501, False)):
+        drafter = only(decide(results, costs(limits={"min_share_equal_to_off": least})))
+        assert check(drafter, "min_share_equal_to_off")["passed"] == kept
+
+
+def test_texts_that_were_not_compared_are_in_no_share():
+    """One of four has none to be compared with; one whose first token was not timed has no place in that p95."""
+    arm = with_requests(HALF, matches_off=[True, True, False, None], time_to_first_token=[0.1, 0.2, 0.3, None])
+    drafter = only(decide(measurement(OFF, arm), costs()))
+    assert drafter["equal"]["value"] == pytest.approx(2 / 3)
+    assert (drafter["counts"]["equal"], drafter["counts"]["compared"]) == (2, 3)
+    assert drafter["p95_time_to_first_token"]["value"] == 0.3
+    assert drafter["time_to_first_token"]["value"] == pytest.approx(0.2)
+
+
 def test_what_was_not_measured_does_not_pass():
     """A limit on the texts cannot be kept by an arm whose texts were compared with nothing."""
     arm = with_requests(HALF, matches_off=[None] * 4)
@@ -270,6 +310,16 @@ def test_a_limit_near_the_measured_value_is_in_doubt():
         assert (drafter["keep"], drafter["certain"]) == (keep, certain)
 
 
+def test_one_limit_broken_for_certain_is_enough():
+    """That another is broken in doubt leaves no doubt about discarding."""
+    results = measurement(asked("off", [10.0] * 40), asked("osprey", [5.0] * 37 + [6.0] * 3))
+    limits = {"p95_seconds": 5.5, "p95_time_to_first_token": 0.05}
+    drafter = only(decide(results, costs(limits=limits)))
+    assert [check(drafter, key)["passed"] for key in limits] == [False, False]
+    assert [check(drafter, key)["certain"] for key in limits] == [False, True]
+    assert (drafter["keep"], drafter["certain"]) == (False, True)
+
+
 def test_few_prompts_are_never_certain():
     """Nineteen prompts, all alike, have intervals of no width, which is not what they prove."""
     for count, certain in ((19, False), (20, True)):
@@ -283,6 +333,10 @@ def test_no_failure_in_four_is_no_proof():
     found = check(drafter, "max_failure_share")
     assert found["interval"] == pytest.approx([0, 1 - 0.025**0.25])
     assert found["passed"] and not found["certain"]
+    # Two prompts that are half of the traffic count for less than two: 1 / (1/4 / 4 + 1/4 / 2) = 5.33.
+    results = [OFF, HALF, asked("off", [5.0] * 2, "prose"), asked("osprey", [4.0] * 2, "prose")]
+    drafter = only(decide(measurement(*results), costs(mix={"code": 0.5, "prose": 0.5})))
+    assert drafter["failures"]["interval"] == pytest.approx([0, 1 - 0.025 ** (3 / 16)])
     drafter = only(decide(measurement(OFF, HALF), costs(limits={"max_failure_share": 0, "min_share_equal_to_off": 1})))
     assert all(row["certain"] for row in drafter["checks"] if row["limit"] is not None)
 

@@ -30,3 +30,5 @@ def test_frame_and_gap(tmp_path):
     red, white = (196, 78, 82), (255, 255, 255)
     assert (plain == red).all(1).sum() == 0 < (marked == red).all(1).sum()
     assert (marked == white).all(1).sum() > (plain == white).all(1).sum()
+    first = [(picture == (68, 1, 84)).all(1).sum() for picture in (plain, marked)]
+    assert first[0] * 0.95 < first[1], "the cell far from both is as it was"

@@ -155,8 +155,9 @@ def test_pairs_are_found_by_id_and_turn():
 def test_a_request_without_the_measure_is_left_out_and_counted():
     """A mean difference is of requests of which both arms have the number."""
     arm = [request("a", 2.0), request("b", tokens=1), request("c", 4.0)]
-    found = paired(arm, [request("a", 3.0), request("b", 2.0), request("c", 3.0)], "accepted_length", seed=0)
-    assert (found["requests"], found["without_value"], found["difference"]) == (2, 1, 0.0)
+    against = [request("a", 3.0), request("b", 2.0), request("c", tokens=1)]
+    found = paired(arm, against, "accepted_length", seed=0)
+    assert (found["requests"], found["without_value"], found["difference"]) == (1, 2, -1.0)
 
 
 def test_pairing_narrows_the_interval():
