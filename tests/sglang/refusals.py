@@ -74,6 +74,8 @@ def load(**changes):
 
 
 CONFIGS = {
+    "osprey_layout": {"osprey_layout": 2},
+    "eagle_aux_hidden_state_layer_ids [0, 2, 1]": {"eagle": {"eagle_aux_hidden_state_layer_ids": [0, 2, 1]}},
     "norm_before_fc": {"norm_before_fc": True},
     "norm_before_fc in eagle_config": {"eagle": {"norm_before_fc": True}},
     "fc_norm": {"fc_norm": True},
@@ -96,7 +98,7 @@ CHECKPOINTS = {
     "d2t (offsets": {"d2t": torch.tensor([0, 2, 3, 5])},
 }
 
-found = {"sound": ["", refusal(load)], "sound config": ["", refusal(lambda: check_config(config()))]}
+found = {"sound": ["", refusal(load)], "sound config": ["", refusal(lambda: check_config(config(osprey_layout=1)))]}
 for word, changes in CONFIGS.items():
     found[word] = [word.split()[0], refusal(lambda changes=changes: check_config(config(**changes)))]
 for word, changes in CHECKPOINTS.items():
