@@ -98,20 +98,40 @@ def test_every_file_is_the_wheels_again(version, tmp_path):
 
 
 def test_patched_classes_compute_the_same(version, tmp_path):
-    """The patch and the external package, to the bit; one layer of EAGLE-3 stays SGLang's; an external package wins."""
+    """The patch and the external package, to the bit; one layer of EAGLE-3 stays on SGLang's class."""
     copy = _linked_copy(RELEASES[version], tmp_path / "site")
     assert apply("--apply", copy)[0] == 0
     rest = [RELEASES["0.5.9"]] if version == "0.5.9" else []  # its transformers
     drafts = [write_draft(tmp_path / name, make()) for name, make in DRAFTERS.items()]
     wanted, _ = served(drafts, tmp_path / "external", *external(version)["paths"], package=external(version)["package"])
     found, _ = served(drafts, tmp_path / "patched", copy, *rest)
-    both, _ = served(drafts[:1], tmp_path / "both", copy, *rest, PACKAGES, package="osprey_sgl_models")
     for name, a, b in zip(DRAFTERS, wanted, found, strict=True):
         assert "error" not in b, b["error"]
         assert all(np.array_equal(a[key], b[key]) for key in ("logits", "streams"))
         where = "sglang.srt.models." + ("llama_eagle3" if name == "eagle3" else "osprey_sgl_models.eagle3")
         assert b["module"] == where
-    assert both[0]["module"] == "osprey_sgl_models.eagle3"
+
+
+OTHER = """
+from sglang.srt.models import llama_eagle3
+class LlamaForCausalLMEagle3(llama_eagle3.LlamaForCausalLMEagle3): pass
+EntryClass = LlamaForCausalLMEagle3
+"""
+
+
+def test_beside_an_external_package(version, tmp_path):
+    """Who has one can have the patch: the package's classes come first, ours are found where it has none."""
+    copy = _linked_copy(RELEASES[version], tmp_path / "site")
+    assert apply("--apply", copy)[0] == 0
+    package = tmp_path / "others" / "other_models"
+    package.mkdir(parents=True)
+    (package / "__init__.py").touch()
+    (package / "llama.py").write_text(OTHER)
+    rest = [RELEASES["0.5.9"]] if version == "0.5.9" else []
+    drafts = [write_draft(tmp_path / name, DRAFTERS[name]()) for name in ("qwen3", "eagle3")]
+    found, _ = served(drafts, tmp_path / "out", copy, *rest, package.parent, package=package.name)
+    modules = [str(result["module"]) for result in found]
+    assert modules == ["sglang.srt.models.osprey_sgl_models.eagle3", "other_models.llama"]
 
 
 def _linked_copy(release: Path, out: Path) -> Path:
