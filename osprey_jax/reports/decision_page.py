@@ -202,8 +202,9 @@ def _by_set(decision: dict[str, Any]) -> list[Block]:
         for row in drafter["slices"]
         if row["cost_ratio"]["value"] is not None
     ]
+    picture = Bars("Cost of a successful request against speculation off", bars, 1.0, "the same cost as off")
     blocks: list[Block] = [
-        Bars("Cost of a successful request against speculation off", bars, 1.0, "the same cost as off"),
+        *([picture] if bars else []),
         Text('Cost, tokens and times are against off. "Not seen": the interval includes no difference.'),
     ]
     sizes = {part["prompts"]: part for part in decision["slices"]}

@@ -77,6 +77,20 @@ def test_no_difference_is_said():
     assert row.startswith("| code (100.0% of the traffic) | 4 | 4.00 (4.00) | −1.2%, not seen (")
 
 
+def test_worse_is_marked_in_every_column():
+    """Dearer and slower are bad, and so are fewer tokens; the opposite is not."""
+    slow, fast = (
+        section(page(OFF, arm), "By prompt set").splitlines()[-1]
+        for arm in (asked("b", [16.0, 24.0, 20.0, 20.0]), HALF)
+    )
+    assert slow.split(" | ")[3:6] == [
+        "**+100.0% (+100.0%)**",
+        "**−50.0% (−50.0%)**",
+        "**+100.0% (+100.0%)**",
+    ]
+    assert "**" not in fast and "−50.0%" in fast
+
+
 def test_all_that_failed_and_differed():
     """Reasons are counted, and the first texts that part are shown side by side."""
     parts = {"token": 3, "off": "yes\nno", "this": "maybe"}
@@ -124,7 +138,9 @@ def test_what_the_numbers_cannot_say(results, fields, words):
 def test_what_does_not_hold_is_not_said():
     """A large measurement on GPUs at its level has no such reservations."""
     big = [asked(arm, [float(i % 7 + 1) for i in range(40)]) for arm in ("off", "osprey")]
-    text = section(page(*big), "What the numbers cannot say")
+    told = {"off": {"dtype": "a"}, "osprey": {"dtype": "a", "speculative_algorithm": "EAGLE3"}}
+    hardware = {"device": "cuda", "gpus": 1, "servers": told}
+    text = section(page(*big, hardware=hardware), "What the numbers cannot say")
     assert not any(words in text for words in ("Few", "CPU", "left out", "differ in more", "cut by"))
 
 
@@ -169,4 +185,4 @@ def test_a_drafter_without_success_has_a_page():
     decision = decide(measurement(OFF, dead), costs(limits={"p95_seconds": 20, "max_slice_regression": 0.1}))
     text = markdown(decision)
     assert "not measured: broken" in text and "nan" not in text and "None" not in text
-    html(decision)
+    assert "<figure>" not in html(decision), "there is nothing to draw"
