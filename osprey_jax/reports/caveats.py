@@ -72,7 +72,7 @@ def _of_this(decision: dict[str, Any]) -> list[str]:
 
 def _of_all(decision: dict[str, Any]) -> list[str]:
     return [
-        "Decoding was greedy: sampled answers accept fewer drafts.",
+        "Decoding was greedy: with sampled answers, as a rule, fewer drafts are accepted.",
         "Each prompt was asked once of each arm. The intervals say how prompts differ, not how another day, machine or "
         "version of the server would.",
         "That the traffic to come is like these prompts is an assumption; so is that all arms leave the same share of "

@@ -73,9 +73,11 @@ def _blocks(decision: dict[str, Any]) -> list[Block]:
 def _verdict(decision: dict[str, Any]) -> Verdict:
     best = next((row for row in decision["drafters"] if row["arm"] == decision["best"]), None)
     if best is None:
-        reasons = [f"{row['arm']}: {_broken(row)}" for row in decision["drafters"]]
-        doubt = [] if all(row["certain"] for row in decision["drafters"]) else [_doubt(decision, [])]
-        return Verdict("Stay with speculation off: no drafter is to be kept.", "bad", reasons + doubt)
+        reasons = [f"{row['arm']}: {_broken(row)}." for row in decision["drafters"]]
+        certain = all(row["certain"] for row in decision["drafters"])
+        sentences = reasons if certain else [*reasons, _doubt(decision, [])]
+        line = "Stay with speculation off: no drafter is to be kept."
+        return Verdict(line, "bad" if certain else "unsure", sentences)
     currency, costs = decision["costs"]["currency"], decision["costs"]
     ratio, off = best["cost_ratio"], decision["off"]["cost"]
     sentences = [
