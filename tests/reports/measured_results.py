@@ -2,6 +2,8 @@
 
 from typing import Any
 
+from osprey_jax.reports.costs import DecisionConfig
+
 
 def request(name: str, seconds: float, **fields: Any) -> dict[str, Any]:
     return {
@@ -53,3 +55,39 @@ def measurement(*results: dict[str, Any], **fields: Any) -> dict[str, Any]:
         "hardware": {"device": "cuda", "gpus": 1, "gpu": "NVIDIA H200", "servers": {}},
         "results": list(results),
     } | fields
+
+
+def costs(**fields: Any) -> DecisionConfig:
+    """A busy second of one GPU costs 0.001; 36 are spent once."""
+    given = {
+        "gpu_hour_price": 3.6,
+        "preparation_gpu_hours": 6,
+        "adaptation_gpu_hours": 4,
+        "idle_share": 0,
+        "requests_per_month": 3600,
+        "months": 12,
+        "concurrency": 1,
+    }
+    return DecisionConfig(**given | fields)
+
+
+def only(decision: dict[str, Any]) -> dict[str, Any]:
+    [drafter] = decision["drafters"]
+    return drafter
+
+
+def check(drafter: dict[str, Any], key: str) -> dict[str, Any]:
+    return next(row for row in drafter["checks"] if row["limit_key"] == key)
+
+
+def with_requests(result: dict[str, Any], **changes: list) -> dict[str, Any]:
+    """`result` with other values in its requests, by position."""
+    requests = [dict(r) for r in result["requests"]]
+    for key, values in changes.items():
+        for one, value in zip(requests, values, strict=True):
+            one[key] = value
+    return busy(result | {"requests": requests})
+
+
+OFF = asked("off", [8.0, 12.0, 10.0, 10.0])
+HALF = asked("osprey", [4.0, 6.0, 5.0, 5.0])

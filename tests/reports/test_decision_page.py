@@ -1,25 +1,8 @@
 import pytest
 
-from osprey_jax.reports.costs import DecisionConfig
 from osprey_jax.reports.decision import decide
 from osprey_jax.reports.decision_page import html, markdown
-from tests.reports.measured_results import asked, busy, failure, measurement
-
-OFF = asked("off", [8.0, 12.0, 10.0, 10.0])
-HALF = asked("osprey", [4.0, 6.0, 5.0, 5.0])
-
-
-def costs(**fields):
-    given = {
-        "gpu_hour_price": 3.6,
-        "preparation_gpu_hours": 6,
-        "adaptation_gpu_hours": 4,
-        "idle_share": 0,
-        "requests_per_month": 3600,
-        "months": 12,
-        "concurrency": 1,
-    }
-    return DecisionConfig(**given | fields)
+from tests.reports.measured_results import HALF, OFF, asked, busy, costs, failure, measurement
 
 
 def page(*results, given=None, **fields):
