@@ -13,9 +13,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from tests.sglang import server
 from tests.sglang.drafts import RELEASES, external, served, write_draft
 from tests.sglang.server import HERE, PACKAGES, STAMP
 from tests.sglang.test_drafts import DRAFTERS
+from tests.sglang.test_tensor_parallel import check_server
 
 pytestmark = [
     pytest.mark.sglang,
@@ -132,6 +134,16 @@ def test_beside_an_external_package(version, tmp_path):
     found, _ = served(drafts, tmp_path / "out", copy, *rest, package.parent, package=package.name)
     modules = [str(result["module"]) for result in found]
     assert modules == ["sglang.srt.models.osprey_sgl_models.eagle3", "other_models.llama"]
+
+
+def test_server_with_the_patch(monkeypatch, tmp_path):
+    """The real one, without the variable; 0.5.9's does not speculate on a CPU."""
+    copy = _linked_copy(RELEASES["0.5.23"], tmp_path / "site")
+    assert apply("--apply", copy)[0] == 0
+    variables = server.environment() | {"PYTHONPATH": os.pathsep.join([str(HERE / "shims"), str(copy)])}
+    del variables["SGLANG_EXTERNAL_MODEL_PACKAGE"]
+    monkeypatch.setattr(server, "environment", lambda: variables)
+    check_server(tmp_path)
 
 
 def _linked_copy(release: Path, out: Path) -> Path:
