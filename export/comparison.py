@@ -95,7 +95,7 @@ class Comparison:
         points_K = read_KxP.sum(axis=1)
         return Agreement(
             points_K,
-            (same_KxP & read_KxP).sum(axis=1) / np.maximum(points_K, 1),
+            np.where(points_K > 0, (same_KxP & read_KxP).sum(axis=1) / np.maximum(points_K, 1), 1),
             difference_KxP.max(axis=1),
             (difference_KxP / spread_KxP).max(axis=1),
             tolerance_Kx1[:, 0],

@@ -21,7 +21,7 @@ from osprey_jax.command import UserError
 from osprey_jax.kernels.precision import exact_products
 from osprey_jax.kernels.ttt_attention import attend_unroll
 from osprey_jax.models import hf
-from osprey_jax.models.drafter import Drafter
+from osprey_jax.models.drafter import Drafter, DrafterConfig
 from osprey_jax.objectives.ttt import unroll
 
 FILE = "check.npz"
@@ -44,7 +44,7 @@ class Seen(NamedTuple):
 class Reference:
     rows: list[Row]
     seen: Seen
-    facts: dict[str, Any]  # what was trained, as `check.trained_facts` reads it
+    facts: dict[str, Any]  # what was trained, from `trained_facts`
     digests: dict[str, str]  # sha256 of each tensor that was trained, float32
 
     @property
@@ -81,6 +81,18 @@ class Reference:
                 return cls(rows, seen, json.loads(str(saved["facts"])), digests)
         except (EOFError, KeyError, OSError, TypeError, ValueError, zipfile.BadZipFile) as error:
             raise UserError(f"{path}: damaged ({error}); export the drafter again") from error
+
+
+def trained_facts(config: DrafterConfig, target: str) -> dict[str, Any]:
+    """What a reference keeps of a run beside tensors and logits, as JSON. `target` is its fingerprint."""
+    scaling = config.transformer.rope_scaling
+    return {
+        "tap_layers": list(config.tap_layers),
+        "swap_h_and_emb": config.swap_h_and_emb,
+        "rope_theta": config.transformer.rope_theta,
+        "rope_scaling": None if scaling is None else {name: float(value) for name, value in vars(scaling).items()},
+        "target": target,
+    }
 
 
 def digest(tensor: np.ndarray) -> str:

@@ -38,7 +38,11 @@ class Replay:
 
     def __init__(self, exported: Exported, serving: Serving):
         self.exported, self.serving = exported, serving
-        self._weights = exported.tensors
+        self._weights = {
+            name: value.astype(np.float32, copy=False)
+            for name, value in exported.tensors.items()
+            if name not in ("d2t", "t2d")
+        }
         self._frequencies_f = _frequencies(exported.head_dim, serving.rope)
 
     def streams(
@@ -50,7 +54,7 @@ class Replay:
           embedding_SxH: of the row's tokens, by the table that is served.
         """
         last = len(embedding_SxH) - 1
-        next_SxH, feature_SxH = embedding_SxH[1:], taps_Sx3T[:-1] @ self._float("fc.weight").T
+        next_SxH, feature_SxH = embedding_SxH[1:], taps_Sx3T[:-1] @ self._weights["fc.weight"].T
         step0 = []
 
         def causal(layer, q_SxNxh, k_SxGxh, v_SxGxh):
@@ -76,11 +80,12 @@ class Replay:
 
     def logits(self, stream_PxH: np.ndarray) -> np.ndarray:
         """(P, V) from un-normed streams."""
-        return self.normed(stream_PxH) @ self._float("lm_head.weight").T
+        return self.normed(stream_PxH) @ self._weights["lm_head.weight"].T
 
     def target_ids(self, draft_ids: np.ndarray) -> np.ndarray:
         """Ids of the draft vocabulary as the target's: each has its offset in `d2t`."""
-        return draft_ids + self._weights["d2t"][draft_ids] if "d2t" in self._weights else draft_ids
+        offsets = self.exported.tensors.get("d2t")
+        return draft_ids if offsets is None else draft_ids + offsets[draft_ids]
 
     # ---- one step
 
@@ -110,15 +115,12 @@ class Replay:
         return self._linear(attend(i, q_PxNxh, k_PxGxh, v_PxGxh).reshape(len(x_Px2H), -1), f"{name}o_proj")
 
     def _linear(self, x: np.ndarray, name: str) -> np.ndarray:
-        y = x @ self._float(f"{name}.weight").T
-        return y + self._float(f"{name}.bias") if f"{name}.bias" in self._weights else y
+        y = x @ self._weights[f"{name}.weight"].T
+        return y + self._weights[f"{name}.bias"] if f"{name}.bias" in self._weights else y
 
     def _norm(self, x: np.ndarray, name: str) -> np.ndarray:
         mean = np.mean(np.square(x), axis=-1, keepdims=True)
-        return x / np.sqrt(mean + np.float32(self.exported.rms_norm_eps)) * self._float(f"{name}.weight")
-
-    def _float(self, name: str) -> np.ndarray:
-        return self._weights[name].astype(np.float32, copy=False)
+        return x / np.sqrt(mean + np.float32(self.exported.rms_norm_eps)) * self._weights[f"{name}.weight"]
 
 
 # ---- attention and RoPE

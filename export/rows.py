@@ -100,14 +100,19 @@ def batch_of(rows: list[Row]) -> dict[str, np.ndarray]:
 # ---- where they come from
 
 
-def rows_of_run(config: DistillConfig, target: Path, steps: int) -> tuple[list[Row], str]:
-    """Rows of a run's held-out data, else of what it was trained on; and which.
+def rows_of_run(config: DistillConfig, target: Path, steps: int, records: Path | None) -> tuple[list[Row], str]:
+    """Rows of `records`, else of a run's held-out data, else of what it was trained on; and which.
 
     Raises:
       UserError: the files are not there, or hold no usable conversation.
     """
     data = config.data
-    patterns, name = (data.eval, "data.eval") if data.eval else (data.train, "data.train, since data.eval names none")
+    if records is not None:
+        patterns, name = [str(records)], str(records)
+    elif data.eval:
+        patterns, name = data.eval, "data.eval"
+    else:
+        patterns, name = data.train, "data.train, since data.eval names none"
     return _rows(patterns, target, data.length, data.template_options, data.only_last_turn, steps), name
 
 

@@ -2,6 +2,7 @@
 
 import sys
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import jax
 from flax import nnx
@@ -17,8 +18,15 @@ from osprey_jax.training.checkpoint import read_fields
 EXPORTS = {"pretrain": "export.to_hf", "distill": "export.to_sglang"}
 
 
-def load_trained(run_dir: Path, step: int | None, stage: str) -> tuple[nnx.Module, dict, int]:
-    """(the `CausalLM` or `Drafter` that a run trained, its `config.json`, the step), float32 on the default device.
+class Trained(NamedTuple):
+    model: nnx.Module  # `CausalLM` or `Drafter`
+    config: dict[str, Any]  # its `config.json`
+    step: int
+    facts: dict[str, Any]  # of the run, as its checkpoint has them: fingerprints of what went in, and more
+
+
+def load_trained(run_dir: Path, step: int | None, stage: str) -> Trained:
+    """What a run trained, float32 on the default device.
 
     Warns where the run had not come to its end: a stopped run looks like a finished one.
 
@@ -43,7 +51,7 @@ def load_trained(run_dir: Path, step: int | None, stage: str) -> tuple[nnx.Modul
     if step < facts["steps"]:
         print(f"warning: {run_dir}: this is step {step} of {facts['steps']}", file=sys.stderr)
     nnx.update(model, values["params"], values["constants"])
-    return model, read_json(run_dir / "model" / "config.json"), step
+    return Trained(model, read_json(run_dir / "model" / "config.json"), step, facts)
 
 
 def _on_default_device(leaf: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:

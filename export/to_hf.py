@@ -10,7 +10,7 @@ from osprey_jax.files import new_directory
 def to_hf(run_dir: Path, out: Path, step: int | None = None) -> int:
     """Export a `stage: pretrain` run to `out`; returns the step. Tied heads stay tied: no `lm_head` tensor."""
     with new_directory(out) as directory:
-        model, raw, step = load_trained(run_dir, step, "pretrain")
+        model, raw, step, _ = load_trained(run_dir, step, "pretrain")
         write_model(run_dir, directory, model, raw)
     return step
 

@@ -5,17 +5,18 @@ from pathlib import Path
 
 import numpy as np
 
-from export.check import check, near, trained_facts
+from export.check import check
 from export.faults import LAYOUT
-from export.reference import Reference, digests, trainer_forward
-from export.rows import STEPS, batch_of, rows_of_records, rows_of_run
-from export.run_directory import load_trained, run_parser, write_model
+from export.reference import Reference, digests, trained_facts, trainer_forward
+from export.repairs import near
+from export.rows import STEPS, batch_of, rows_of_run
+from export.run_directory import Trained, load_trained, run_parser, write_model
 from export.target_pass import run_target
 from osprey_jax.command import UserError, run
 from osprey_jax.config import TrainConfig, load_config
-from osprey_jax.files import new_directory
+from osprey_jax.files import fingerprint, new_directory
 from osprey_jax.models import hf, hf_config
-from osprey_jax.models.drafter import Drafter, DrafterConfig
+from osprey_jax.models.drafter import DrafterConfig
 
 
 def to_sglang(
@@ -35,38 +36,38 @@ def to_sglang(
       checked: False leaves the replay out, and what it needs, `check.npz`.
     """
     with new_directory(out) as directory:
-        model, raw, step = load_trained(run_dir, step, "distill")
-        write_model(run_dir, directory, model, sglang_config(raw, model.config))
+        trained = load_trained(run_dir, step, "distill")
+        model = trained.model
+        write_model(run_dir, directory, model, sglang_config(trained.config, model.config))
         written, wanted = hf.model_tensors(hf.load_drafter(directory)), hf.model_tensors(model)
         for name, value in wanted.items():
             if not np.array_equal(written[name], value):
                 raise UserError(f"{out}: {name} does not read back as it was written; is the disk sound?")
         if checked:
-            _check(run_dir, directory, out, model, target, records)
-    return step
+            _check(run_dir, trained, directory, out, target, records)
+    return trained.step
 
 
-def _check(run_dir: Path, directory: Path, out: Path, model: Drafter, target: Path | None, records: Path | None):
+def _check(run_dir: Path, trained: Trained, directory: Path, out: Path, target: Path | None, records: Path | None):
     """Write what the run's own forward pass says into `directory`, and replay the files beside it."""
-    config = load_config(run_dir / "config.yaml", [], TrainConfig)
-    where = "--target" if target else "the run's target"
+    config, model = load_config(run_dir / "config.yaml", [], TrainConfig), trained.model
     target = target or config.target
     if not target.is_dir():
-        raise UserError(f"{target}: no such directory ({where}); give --target, or --skip-check")
+        raise UserError(f"{target}: no such directory (the run's target); give --target, or --skip-check")
     target_config = hf_config.transformer_config(target)
     hf_config.check_fits_target(model.config, target_config, str(run_dir))
+    if fingerprint(target) != trained.facts["target"]:
+        print(f"warning: {target}: not the files that the run was trained against", file=sys.stderr)
     steps = max(STEPS, config.ttt.length)
     try:
-        rows, name = (
-            (rows_of_records(records, target, steps), records) if records else rows_of_run(config, target, steps)
-        )
+        rows, name = rows_of_run(config, target, steps, records)
     except UserError as error:
         raise UserError(f"{error}; give --records a file of conversations, or --skip-check") from error
     print(f"checking on {len(rows)} records of {name}", flush=True)
     taps = model.config.tap_layers
     passed = run_target(target, batch_of(rows), set().union(*near(taps, target_config.num_layers)))
     seen = trainer_forward(model, rows, passed.taps(taps), steps)
-    Reference(rows, seen, trained_facts(model.config, target), digests(model)).save(directory)
+    Reference(rows, seen, trained_facts(model.config, trained.facts["target"]), digests(model)).save(directory)
     check(directory, target, passed=passed, name=out)
 
 

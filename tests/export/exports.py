@@ -9,14 +9,15 @@ import ml_dtypes
 import numpy as np
 from safetensors.numpy import load_file, save_file
 
-from export.check import as_served, near, trained_facts
 from export.comparison import Comparison
 from export.exported import read_exported
-from export.reference import Reference, digests, trainer_forward
+from export.reference import Reference, digests, trained_facts, trainer_forward
+from export.repairs import as_served, near
 from export.rows import STEPS, Row, batch_of
 from export.target_pass import run_target
 from osprey_jax.decoding.generate import generate
 from osprey_jax.decoding.requests import Request
+from osprey_jax.files import fingerprint
 from osprey_jax.models.causal_lm import CausalLM
 from osprey_jax.models.drafter import Drafter
 from osprey_jax.models.hf import load_drafter
@@ -120,7 +121,8 @@ def make(folder: Path, case) -> Good:
     ]
     taps = run_target(folder / "target", batch_of(rows), TAPS).taps(TAPS)
     seen = trainer_forward(drafter, rows, taps, STEPS)
-    Reference(rows, seen, trained_facts(drafter.config, folder / "target"), digests(drafter)).save(folder / "draft")
+    facts = trained_facts(drafter.config, fingerprint(folder / "target"))
+    Reference(rows, seen, facts, digests(drafter)).save(folder / "draft")
     return Good(target, drafter, folder / "target", folder / "draft", rows)
 
 

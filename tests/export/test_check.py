@@ -12,8 +12,10 @@ from safetensors.numpy import load_file
 from export import check
 from export.comparison import Comparison
 from export.exported import read_exported
-from export.reference import FILE, Reference, Seen
+from export.reference import FILE, Reference, Seen, trainer_forward
 from export.replay import Replay
+from export.rows import Row, batch_of
+from export.target_pass import run_target
 from osprey_jax.models import hf
 from tests.conftest import GOLDEN
 from tests.decoding.conftest import alike
@@ -81,6 +83,11 @@ AGREES = r".*\(so repaired, the replay agrees with what was trained\)"
         (qwen3_equal, taps(1, 2, 6), r"tap ids off by one: .* are \[1, 2, 6\], trained were \[0, 1, 5\]" + AGREES),
         (qwen3_equal, taps(0, 2, 5), r"tap ids wrong: .* are \[0, 2, 5\], trained were \[0, 1, 5\]" + AGREES),
         (qwen3_equal, taps(0, 1, 7), r"tap ids wrong.*; .*layer_ids: tap layers \[0, 1, 7\] are not three"),
+        (
+            qwen3_equal,
+            taps(0, 1),
+            r"tap ids wrong: .* are \[0, 1\], trained were .*; .*\[0, 1\] are not three different",
+        ),
         (qwen3_equal, config_with(eagle_config=None), r"tap ids wrong: .* are \[1, 2, 3\], trained were \[0, 1, 5\]"),
         (llama_scaled_with_biases, config_with(**PLAIN), "RoPE scaling lost: .*'factor': 8.0" + AGREES),
         (
@@ -227,7 +234,11 @@ def seen_as(found, **changes) -> Seen:
             r"tap ids off by one: .* are \[0, 1, 5\], trained were \[1, 2, 6\]" + AGREES,
         ),
         (qwen3_wider, {"swap": False}, "streams swapped: swap_h_and_emb is true, trained was false" + AGREES),
-        (qwen3_equal, {"target_embedding": True}, "embedding: trained was the target's, served is the other" + AGREES),
+        (
+            qwen3_equal,
+            {"target_embedding": True},
+            "embedding: trained with the target's, served with embed_tokens.weight" + AGREES,
+        ),
     ],
 )
 def test_faults_of_the_trainer_are_named(checked, case, changes, message):
@@ -247,9 +258,7 @@ def test_another_target(good, tmp_path, run_command):
     model.layers.mlp.down_proj.weight[...] *= 1.5
     write_target(tmp_path / "other", model, 0)
     result = run_command(check.main, "--export", found.directory, "--target", tmp_path / "other")
-    assert_named(
-        result, "no single known repair mends it: at step 0, .* is not the target that it was exported against"
-    )
+    assert_named(result, "no single known repair mends it: at step 0, .* is not the target that it was trained against")
     assert run_command(check.main, "--export", found.directory, "--target", other.target_dir)[0] == 0  # a copy
 
 
@@ -331,6 +340,21 @@ def test_records_that_cannot_be_used(foreign, tmp_path, run_command):
     (tmp_path / "bad.jsonl").write_text(json.dumps({"conversations": [{"role": "user", "content": "Hello"}]}))
     result = run_command(check.main, "--export", directory, "--target", target, "--records", tmp_path / "bad.jsonl")
     assert_named(result, "bad.jsonl: no conversation with an answer")
+
+
+def test_steps_that_read_beyond_every_row(good):
+    """Where conversations are short, a late step has nothing to compare: no fault."""
+    found = good(qwen3_equal)
+    rows = [
+        Row(row.token_ids_S[: row.turns[0][0] + 3], ((row.turns[0][0], row.turns[0][0] + 2),)) for row in found.rows
+    ]
+    passed = run_target(found.target_dir, batch_of(rows), TAPS)
+    seen = trainer_forward(found.drafter, rows, passed.taps(TAPS), 5)
+    comparison = dataclasses.replace(found.comparison, rows=rows, passed=passed, seen=seen)
+    replayed = comparison.replay(found.serving)
+    agreement = comparison.agreement(replayed)
+    assert agreement.points_K.tolist() == [4, 4, 4, 0, 0] and agreement.holds
+    assert comparison.accepted_lengths(replayed) == [2.0] * 4
 
 
 def test_comparison_counts_ties_as_the_same(good):

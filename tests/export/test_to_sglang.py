@@ -15,6 +15,7 @@ from osprey_jax.training.loop import train
 from osprey_jax.training.mesh import make_mesh
 from tests.checkpoints import read, write
 from tests.conftest import GOLDEN
+from tests.export.exports import change_tensors
 
 LLAMA3 = {
     "rope_type": "llama3",
@@ -140,6 +141,15 @@ def test_a_fault_leaves_no_export(run_dir, tmp_path, run_command, monkeypatch):
     assert status == 2 and f"{tmp_path / 'x'}: head tied" in err and not list(tmp_path.iterdir())
 
 
+def test_a_fault_of_the_config_itself(run_dir, tmp_path, run_command, monkeypatch):
+    """Also blocks that the first run of the target did not keep are looked at."""
+    config = to_sglang.sglang_config
+    ids = {"eagle_aux_hidden_state_layer_ids": [2, 4, 6], "use_aux_hidden_state": True}
+    monkeypatch.setattr(to_sglang, "sglang_config", lambda *arguments: config(*arguments) | {"eagle_config": ids})
+    status, _, err = run_command(to_sglang.main, "--run", run_dir, "--out", tmp_path / "x")
+    assert status == 2 and "tap ids off by one: " in err and "(so repaired, " in err and not list(tmp_path.iterdir())
+
+
 def test_skipped_check(run_dir, tmp_path, run_command, monkeypatch):
     """Without the target there is nothing to replay on: said, and not kept from who wants the files."""
     (run_dir.parent / "target").rename(run_dir.parent / "moved")
@@ -154,6 +164,15 @@ def test_skipped_check(run_dir, tmp_path, run_command, monkeypatch):
         assert status == 2 and "which --skip-check leaves out" in err
     finally:
         (run_dir.parent / "moved").rename(run_dir.parent / "target")
+
+
+def test_another_target(run_dir, tmp_path, run_command):
+    """A target that is not the run's passes, since both sides read its features: hence a word."""
+    shutil.copytree(run_dir.parent / "target", tmp_path / "other")
+    change_tensors(tmp_path / "other", lambda tensors: tensors.update({"lm_head.weight": -tensors["lm_head.weight"]}))
+    command = ("--run", run_dir, "--out", tmp_path / "x", "--target", tmp_path / "other")
+    status, _, err = run_command(to_sglang.main, *command)
+    assert status == 0 and err == f"warning: {tmp_path / 'other'}: not the files that the run was trained against\n"
 
 
 def test_records_given(run_dir, tmp_path, run_command):
