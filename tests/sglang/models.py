@@ -33,7 +33,7 @@ TAPS = (0, 1, 5)  # not the default ones, and blocks that differ
 
 def shallow_target(**changes) -> CausalLM:
     """A random target of 7 blocks: two add something to the embedding, the others hardly anything."""
-    model = random_models.target(3, vocab_size=VOCAB, head_dim=16, **changes)
+    model = random_models.target(3, **{"vocab_size": VOCAB, "head_dim": 16} | changes)
     for projection in (model.layers.self_attn.o_proj, model.layers.mlp.down_proj):
         for parameter in jax.tree.leaves(nnx.state(projection), is_leaf=lambda x: isinstance(x, nnx.Variable)):
             value = parameter[...]

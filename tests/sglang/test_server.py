@@ -1,98 +1,111 @@
-"""Drafters in the layout of `export.to_sglang`, served by SGLang itself on the CPU, against the in-process engine."""
+"""Drafters that this project trained and exported, served by SGLang on the CPU, against the in-process engine."""
 
 import json
 import subprocess
 
+import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from osprey_jax.decoding.generate import generate
-from osprey_jax.decoding.requests import Request
 from osprey_jax.decoding.speculate import speculate
+from osprey_jax.models.hf import load_drafter
+from osprey_jax.models.hf_config import check_tap_layers
 from osprey_jax.models.transformer import Llama3Scaling
-from tests.decoding.conftest import prompts as random_prompts
-from tests.sglang.models import (
-    TAPS,
-    VOCAB,
-    shallow_target,
-    trained_drafter,
-    widened_drafter,
-    write_drafter,
-    write_target,
-)
+from tests.sglang.models import TAPS, shallow_target, widened_drafter, write_drafter, write_target
 from tests.sglang.server import DRAFT_STEPS, HERE, STAMP, VENV, ServerDied, environment, serve
+from tests.sglang.trained import ASKED, converted, from_scratch, make_family, trained
 
 pytestmark = [
     pytest.mark.sglang,
     pytest.mark.skipif(not (STAMP.is_file() and STAMP.read_text()), reason=f"no SGLang: run {HERE / 'install.sh'}"),
 ]
 
-PROMPTS = random_prompts((5, 12, 20, 33, 40, 47), VOCAB)
 LIMIT = 48
 
 
-def qwen3_wider():
+@pytest.fixture(scope="module")
+def qwen3(tmp_path_factory):
+    return make_family(tmp_path_factory.mktemp("qwen3"))
+
+
+@pytest.fixture(scope="module")
+def llama(tmp_path_factory):
+    scaling = Llama3Scaling(8.0, 1.0, 4.0, original_max_position_embeddings=64)
+    changes = {"qk_norm": False, "attention_bias": True, "rope_scaling": scaling}
+    return make_family(tmp_path_factory.mktemp("llama"), **changes)
+
+
+def qwen3_equal(family, folder):
+    """Hidden sizes are equal: SGLang alone would put the target's embedding in place of the drafter's."""
+    return trained(family, converted(family, folder, width=32), steps=60)
+
+
+def qwen3_wider_with_taps(family, folder):
     """As wide as the target's three states together: their projection cannot be told from a stream by its width."""
-    target = shallow_target()
-    return target, widened_drafter(target, 3 * target.config.hidden_size, noise=0.03)
+    return trained(family, converted(family, folder, width=96, taps=TAPS), steps=60)
 
 
-def qwen3_trimmed():
-    """Hidden sizes are equal, so that SGLang would put the target's embedding in place of the drafter's."""
-    target = shallow_target()
-    return target, widened_drafter(target, 32, noise=0.03, draft_ids=[i for i in range(VOCAB) if i % 9])
+def qwen3_trimmed(family, folder):
+    """The head writes the commonest tokens alone, under ids of its own."""
+    return trained(family, converted(family, folder, width=32), steps=60, draft_vocab_size=64)
 
 
-def llama_scaled_with_biases():
-    target = shallow_target(
-        qk_norm=False,
-        attention_bias=True,
-        rope_scaling=Llama3Scaling(8.0, 1.0, 4.0, original_max_position_embeddings=64),
-    )
-    return target, widened_drafter(target, 32, noise=0.03, mlp_bias=True)
+def llama_scaled_with_biases(family, folder):
+    return trained(family, converted(family, folder, width=40, taps=TAPS, mlp_bias=True), steps=60)
 
 
-def eagle3_of_one_layer():
+def qwen3_eagle3_of_one_layer(family, folder):
     """A baseline: SGLang's own class, and the target's embedding."""
-    target = shallow_target()
-    return target, trained_drafter(target, PROMPTS, num_layers=1, steps=40)
+    return trained(family, from_scratch(family, folder, num_layers=1, taps=TAPS), steps=240)
 
 
-def eagle3_of_two_layers():
+def qwen3_eagle3_of_two_layers(family, folder):
     """The other baseline, the streams not swapped in ours: the target's embedding again."""
-    target = shallow_target()
-    return target, trained_drafter(target, PROMPTS, num_layers=2, steps=40)
+    return trained(family, from_scratch(family, folder, num_layers=2, taps=TAPS), steps=160)
 
 
-CASES = [qwen3_wider, qwen3_trimmed, llama_scaled_with_biases, eagle3_of_one_layer, eagle3_of_two_layers]
+CASES = [
+    qwen3_equal,
+    qwen3_wider_with_taps,
+    qwen3_trimmed,
+    llama_scaled_with_biases,
+    qwen3_eagle3_of_one_layer,
+    qwen3_eagle3_of_two_layers,
+]
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_server_follows_the_engine(case, tmp_path):
+def test_server_follows_the_engine(case, request, tmp_path):
     """Same tokens, verifications and accepted drafts, request by request; and the text is the target's own."""
-    target, drafter = case()
-    requests = [Request(prompt, LIMIT) for prompt in PROMPTS]
-    stop_id = _late_token(generate(target, requests, stop_ids=(VOCAB,))[0].token_ids)
-    plain = generate(target, requests, stop_ids=(stop_id,))
-    engine = speculate(target, drafter, requests, tap_layers=TAPS, draft_steps=DRAFT_STEPS, stop_ids=(stop_id,))
-    assert {r.completion.finish_reason for r in engine} == {"stop", "length"}
+    family = request.getfixturevalue(case.__name__.split("_")[0])
+    export = case(family, tmp_path)
+    norms = {name: np.abs(value) for name, value in load_file(export / "model.safetensors").items() if "norm" in name}
+    assert min(value.max() / value.min() for value in norms.values()) > 3, "hides what is normed and what is not"
 
-    write_target(tmp_path / "target", target, stop_id)
-    write_drafter(tmp_path / "draft", drafter)
-    with serve(tmp_path / "target", tmp_path / "draft", tmp_path / "server.log") as server:
-        answers = [server.generate(prompt, LIMIT) for prompt in PROMPTS]
+    chat, drafter, requests = family.chat, load_drafter(export), family.requests(LIMIT)
+    taps = check_tap_layers(drafter.config.tap_layers, family.model.config.num_layers)
+    plain = generate(family.model, requests, stop_ids=chat.stop_ids)
+    engine = speculate(
+        family.model, drafter, requests, tap_layers=taps, draft_steps=DRAFT_STEPS, stop_ids=chat.stop_ids
+    )
+    with serve(family.target, export, tmp_path / "server.log") as server:
+        answers = [server.generate(request.prompt, LIMIT) for request in requests]
 
-    assert [a["output_ids"] for a in answers] == [r.token_ids for r in plain]
+    assert [(a["output_ids"], a["text"]) for a in answers] == [(r.token_ids, chat.text(r.token_ids)) for r in plain]
     wanted = [(r.completion.token_ids, r.completion.finish_reason, r.verifications, list(r.histogram)) for r in engine]
     assert [_facts(answer) for answer in answers] == wanted
-    accepted = sum(len(r.completion.token_ids) for r in engine) / sum(r.verifications for r in engine)
-    assert accepted > 2.3, "a drafter this bad shows nothing"
+    assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"stop", "length"}
+    known = [answer["meta_info"] for answer in answers[:ASKED]]
+    accepted = sum(meta["completion_tokens"] for meta in known) / sum(meta["spec_verify_ct"] for meta in known)
+    assert accepted > 3, "a drafter this bad shows nothing"
 
 
 def test_no_embedding_of_its_own(tmp_path):
     """A drafter whose stream starts as its embedding cannot do with a random one, nor with the target's."""
-    target, drafter = qwen3_trimmed()
+    target = shallow_target()
     write_target(tmp_path / "target", target, 0)
-    write_drafter(tmp_path / "draft", drafter, without="embed_tokens.weight")
+    write_drafter(tmp_path / "draft", widened_drafter(target, 32, noise=0.03), without="embed_tokens.weight")
     with (
         pytest.raises(ServerDied, match=r"ValueError: draft model \S+/draft: missing embed_tokens.weight; "),
         serve(tmp_path / "target", tmp_path / "draft", tmp_path / "server.log"),
@@ -122,11 +135,6 @@ def test_install_spares_other_directories(tmp_path):
     done = subprocess.run([str(HERE / "install.sh"), str(tmp_path)], capture_output=True, text=True, timeout=10)
     assert done.returncode == 2 and "was not made by this script" in done.stderr
     assert (tmp_path / "file").exists()
-
-
-def _late_token(token_ids: list[int]) -> int:
-    """The one whose first occurrence comes last."""
-    return max(set(token_ids), key=token_ids.index)
 
 
 def _facts(answer: dict) -> tuple:
