@@ -81,7 +81,7 @@ class Engine:
             entry = part["answers"][key_of(item)]
             intervals += entry["intervals"]
             paid = sum(end - start for start, end in entry["intervals"])
-            lost = {"attempts": len(entry["intervals"]), "lost_seconds": paid - entry.get("seconds", 0.0)}
+            lost = {"attempts": len(entry["intervals"]), "lost_seconds": max(paid - entry.get("seconds", 0.0), 0.0)}
             if "failed" in entry:
                 failures.append(item.name | lost | {"reason": entry["failed"]})
                 continue

@@ -4,12 +4,13 @@ import json
 import threading
 
 import pytest
+import yaml
 
 from osprey_jax.command import UserError
 from osprey_jax.config import OFF, EvaluateConfig
 from osprey_jax.decoding import endpoint
 from osprey_jax.decoding.target import open_target
-from osprey_jax.evaluate import evaluate
+from osprey_jax.evaluate import evaluate, main
 from osprey_jax.evaluation import load
 from tests.conftest import GOLDEN
 from tests.evaluation.fake_sglang import SPECULATING, FakeSGLang, answer
@@ -319,3 +320,37 @@ def test_other_settings_are_measured_anew(start, config):
     before = len(off.bodies)
     evaluate(config(off))
     assert len(off.bodies) == before
+
+
+COSTS = """
+gpu_hour_price: 2
+gpus: 1
+preparation_gpu_hours: 0
+adaptation_gpu_hours: 1
+idle_share: 0
+requests_per_month: 1000
+months: 1
+concurrency: 1
+"""
+
+
+def test_a_decision_measures_nothing(start, config, tmp_path, run_command):
+    """It is made of what is there, in three files; where nothing is, it says what to do."""
+    off, drafter = start(), start(**SPECULATING)
+    made = config(off, drafters={"d": drafter})
+    (tmp_path / "evaluate.yaml").write_text(yaml.safe_dump(json.loads(made.model_dump_json(exclude_defaults=True))))
+    (tmp_path / "costs.yaml").write_text(COSTS)
+    arguments = ["--config", tmp_path / "evaluate.yaml", "--decide", tmp_path / "costs.yaml"]
+    status, _, err = run_command(main, *arguments)
+    assert status == 2 and "holds no results.json; measure first" in err and not off.bodies
+    assert run_command(main, "--config", tmp_path / "evaluate.yaml")[0] == 0
+    before = len(off.bodies)
+    status, out, _ = run_command(main, *arguments)
+    assert status == 0 and "# Decision sheet" in out and len(off.bodies) == before
+    decision = json.loads((made.out / "decision.json").read_text())
+    assert [row["arm"] for row in decision["drafters"]] == ["d"] and decision["level"] == 1
+    assert (made.out / "decision.md").read_text().strip() in out
+    assert "<html" in (made.out / "decision.html").read_text()
+    (tmp_path / "costs.yaml").write_text(COSTS + "discount: 1\n")
+    status, _, err = run_command(main, *arguments)
+    assert status == 2 and "unknown key discount" in err
