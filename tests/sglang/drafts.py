@@ -31,9 +31,10 @@ def write_draft(out: Path, drafter: Drafter, *, without: str | None = None, **in
     return out
 
 
-def change_config(draft: Path, **changes) -> Path:
+def change_config(draft: Path, *, remove: str | None = None, **changes) -> Path:
     path = draft / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | changes))
+    config = json.loads(path.read_text()) | changes
+    path.write_text(json.dumps({key: value for key, value in config.items() if key != remove}))
     return draft
 
 

@@ -21,6 +21,7 @@ SCALING = Llama3Scaling(8.0, 1.0, 4.0, original_max_position_embeddings=4)
 DRAFTERS = {
     "qwen3": lambda: random_drafter(1, hidden_size=48, attention_bias=True, draft_ids=TRIMMED, num_kv_heads=1, **ODD),
     "llama": lambda: random_drafter(2, attention_bias=True, mlp_bias=True, rope_scaling=SCALING, **LLAMA),
+    "llama_released": lambda: DRAFTERS["llama"](),  # with the keys of transformers 4 alone
     "llama_one_layer_biases": lambda: random_drafter(3, swap=False, num_layers=1, attention_bias=True, **LLAMA),
     "eagle3_two_layers": lambda: random_drafter(4, swap=False, **LLAMA),
     "eagle3": lambda: random_drafter(5, swap=False, num_layers=1, draft_ids=TRIMMED, **LLAMA),
@@ -40,6 +41,7 @@ def test_logits_are_ours(version, ranks, tmp_path):
     """Every kind of drafter, on one rank and split over two: widths, heads and vocabularies that two do not divide."""
     drafters = {name: make() for name, make in DRAFTERS.items()}
     drafts = [write_draft(tmp_path / name, drafter) for name, drafter in drafters.items()]
+    change_config(tmp_path / "llama_released", remove="rope_parameters")
     how = external(version)
     found, _ = served(drafts, tmp_path / "out", *how["paths"], package=how["package"], ranks=ranks)
     for result, (name, drafter), draft in zip(found, drafters.items(), drafts, strict=True):
