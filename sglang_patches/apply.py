@@ -116,11 +116,11 @@ def state(models: Path, version: str) -> str:
         ours = package.is_dir() and not package.is_symlink() and files.pop(RECORD) and files == record["package"]
     except (OSError, ValueError, KeyError, TypeError):
         ours = False
-    if not ours or files[ORIGINAL] != PRISTINE[version]:
+    if not ours or files.get(ORIGINAL) != PRISTINE[version]:
         raise Refused(f"{package} {foreign}")
     if pristine:
         return "interrupted"
-    if sha256(registry.read_bytes()) != record["registry.py"]:
+    if sha256(registry.read_bytes()) != record.get("registry.py"):
         raise Refused(f"{registry} {foreign}")
     return "applied" if record == contents(models, version)[1] else "outdated"
 
