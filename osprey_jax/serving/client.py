@@ -8,6 +8,7 @@ from osprey_jax.data.records import parse_line
 from osprey_jax.decoding.endpoint import PROBE_S, Endpoint, Fault, Refused, faults, json_value, refuse
 
 _FLUSH_S = 60.0
+_SHOWN = 300  # characters of what a server says of an error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -90,12 +91,12 @@ def _chunk(line: bytes) -> dict[str, Any]:
         raise Fault("an answer without a word")
     value = parse_line(line)
     if isinstance(value, dict) and isinstance(error := value.get("error"), dict):
-        message = f"{error.get('code')}: {error.get('message')}"
+        message = _one_line(f"{error.get('code')}: {error.get('message')}")
         raise Refused(f"refused by the server: {message}") if error.get("code") == 400 else Fault(message)
     if not isinstance(value, dict) or not isinstance(value.get("meta_info"), dict):
         raise Fault("an answer that is not SGLang's")
     ids, text = value.get("output_ids"), value.get("text")
-    if not isinstance(ids, list) or not all(type(i) is int for i in ids) or not isinstance(text, str | None):
+    if not _counts(ids) or not isinstance(text, str | None):
         raise Fault("an answer without token ids")
     return value
 
@@ -113,12 +114,22 @@ def _served(
     if kind is None:
         raise Fault("an answer that breaks off")
     if kind not in ("stop", "length"):
-        raise Fault(f"an answer that ended by {kind!r}: {reason.get('message', '')}".rstrip(": "))
+        raise Fault(_one_line(f"an answer that ended by {kind!r}: {reason.get('message', '')}"))
     if first is None or meta.get("completion_tokens") != len(token_ids):
         raise Fault(f"an answer of {len(token_ids)} token ids that counts {meta.get('completion_tokens')} tokens")
     verifications = meta.get("spec_verify_ct")
     histogram = meta.get("spec_correct_drafts_histogram", meta.get("spec_accept_histogram"))  # 0.5.23, 0.5.9
-    counts = histogram if isinstance(histogram, list) else []
-    if verifications is not None and (type(verifications) is not int or not all(type(n) is int for n in counts)):
+    if not _counts([0 if verifications is None else verifications]) or not (histogram is None or _counts(histogram)):
         raise Fault("an answer whose verifications are no numbers")
+    if not (verifications or 0) <= len(token_ids):
+        raise Fault(f"an answer of {len(token_ids)} tokens that counts {verifications} verifications")
     return Served(token_ids, text, kind, verifications, histogram, first, first_tokens, seconds)
+
+
+def _counts(values: Any) -> bool:
+    """Whether they are a list of numbers from 0, small enough for tokenizers."""
+    return isinstance(values, list) and all(type(value) is int and 0 <= value < 2**31 for value in values)
+
+
+def _one_line(text: str) -> str:
+    return " ".join(text.split())[:_SHOWN].rstrip(": ")

@@ -1,0 +1,109 @@
+"""What is made of a server's answer, right or wrong."""
+
+import asyncio
+import json
+
+import pytest
+
+from osprey_jax.decoding.endpoint import Fault, Refused
+from osprey_jax.serving.client import SGLangServer
+from tests.evaluation.fake_sglang import SPECULATING, FakeSGLang, Handler, answer
+
+PROMPT, LIMIT = [5, 6, 7], 20
+IDS = answer(PROMPT, LIMIT)
+
+
+@pytest.fixture
+def ask():
+    """What comes of one completion on a server of this handler."""
+    started = []
+
+    def call(handler=Handler, **info):
+        server = FakeSGLang(**(SPECULATING | info))
+        started.append(server)
+        server.handler = handler
+        server.stop()
+        server.start()
+
+        async def complete():
+            client = SGLangServer(server.url, 10.0)
+            try:
+                return await client.complete(PROMPT, LIMIT, incremental=bool(info.get("incremental_streaming_output")))
+            finally:
+                await client.close()
+
+        call.server = server
+        return asyncio.run(complete())
+
+    yield call
+    for server in started:
+        server.stop()
+
+
+def changing(**changes):
+    """A handler whose answers have these values, under "meta_info" where it has such a key."""
+
+    def completion(self, body):
+        value = Handler._completion(self, body)
+        inner = value["meta_info"]
+        for key, change in changes.items():
+            (inner if key in inner or key.startswith("spec") else value)[key] = change
+        return value
+
+    return type("Changing", (Handler,), {"_completion": completion})
+
+
+def events(*lines):
+    """A handler that streams these lines as they are."""
+
+    def answered(self, body):
+        self._send(200, b"".join(line + b"\n\n" for line in lines))
+
+    return type("Events", (Handler,), {"_answer": answered})
+
+
+WRONG = {
+    "token ids": [
+        {"output_ids": [*IDS[:-1], -1]},  # which tokenizers cannot decode
+        {"output_ids": [*IDS[:-1], 2**40]},
+        {"output_ids": [*IDS[:-1], True]},
+        {"output_ids": {"0": 1}},
+        {"text": 5},
+    ],
+    "verifications are no numbers": [
+        {"spec_verify_ct": float("nan")},
+        {"spec_verify_ct": -3},
+        {"spec_verify_ct": "7"},
+        {"spec_correct_drafts_histogram": {"a": 1}},
+        {"spec_correct_drafts_histogram": [-5, 2]},
+        {"spec_correct_drafts_histogram": [0.5]},
+    ],
+    "counts 21 verifications": [{"spec_verify_ct": 21}],  # each gives a token
+    "breaks off": [{"finish_reason": None}, {"finish_reason": "stop"}, {"finish_reason": [1]}],
+    "ended by": [{"finish_reason": {"type": {"a": [1]}}}, {"finish_reason": {"type": "abort", "message": 5}}],
+}
+
+
+@pytest.mark.parametrize("said, changes", [(said, one) for said, several in WRONG.items() for one in several])
+def test_an_answer_that_cannot_be(ask, said, changes):
+    """It would be counted, and end the evaluation later or spoil a mean."""
+    with pytest.raises(Fault, match=said):
+        ask(changing(**changes))
+
+
+def test_what_a_server_says_is_cut(ask):
+    """Its reason stands in a table, on one line."""
+    error = {"error": {"message": "no\nroom " * 10_000, "code": 503}}
+    with pytest.raises(Fault) as caught:
+        ask(events(b"data: " + json.dumps(error).encode()))
+    assert str(caught.value).startswith("503: no room no room") and len(str(caught.value)) <= 300
+    with pytest.raises(Refused, match=r"refused by the server: 400: too long$"):
+        ask(events(b'data: {"error": {"message": "too long", "code": 400}}'))
+
+
+@pytest.mark.parametrize(
+    "lines", [[b"<html>no</html>"], [b"data: [DONE]"], [b"data: [[1]]"], [b"data: null"], [b'data: {"a"'], [b": ping"]]
+)
+def test_a_stream_of_something_else(ask, lines):
+    with pytest.raises(Fault, match="an answer"):
+        ask(events(*lines))
