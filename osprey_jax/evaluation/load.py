@@ -48,7 +48,7 @@ class Load:
         self._name, self._server, self._ended, self._same = name, server, ended, same
         self._returning = asyncio.Lock()  # one asks whether the server is back, all wait
         self._failures = 0
-        self._incremental = False
+        self._manner: dict[str, bool] = {"speculates": False, "incremental": False}
 
     async def ask(self, items: list[Item], level: int, journal: Journal, title: str, *, done: int) -> None:
         """An entry in `journal` for each of `items`, `level` of them at a time.
@@ -86,7 +86,8 @@ class Load:
                 try:
                     info = await self._server.info()
                     kept = self._same(info)
-                    self._incremental = bool(info.get("incremental_streaming_output") or info.get("stream_output"))
+                    incremental = bool(info.get("incremental_streaming_output") or info.get("stream_output"))
+                    self._manner = {"speculates": bool(info.get("speculative_algorithm")), "incremental": incremental}
                     return kept
                 except Fault as fault:
                     if time.monotonic() - begin > PATIENCE_S:
@@ -132,7 +133,7 @@ class Load:
                 return {"intervals": [*intervals, (begin, begin + served.seconds)], **vars(served)}
 
     async def _serve(self, item: Item, limit: int) -> Served:
-        return await self._server.complete(item.request.prompt, limit, incremental=self._incremental)
+        return await self._server.complete(item.request.prompt, limit, **self._manner)
 
     def _say(self, text: str) -> None:
         tqdm.write(f"{self._name}: {text}", file=sys.stderr)

@@ -50,10 +50,11 @@ class SGLangServer(Endpoint):
         if response.status_code != 200:
             raise Fault("does not empty its cache; is it also used by others?")
 
-    async def complete(self, prompt: list[int], limit: int, *, incremental: bool) -> Served:
+    async def complete(self, prompt: list[int], limit: int, *, speculates: bool, incremental: bool) -> Served:
         """A greedy completion of at most `limit` tokens.
 
         Args:
+          speculates: the server does, so that an answer without verifications is none.
           incremental: the server sends what is new (`--incremental-streaming-output`), not all there is each time.
 
         Raises:
@@ -82,7 +83,10 @@ class SGLangServer(Endpoint):
         chunk = _chunk(last)
         if not incremental:
             token_ids, text = chunk["output_ids"], chunk["text"] or ""
-        return _served(chunk["meta_info"], token_ids, text, first, first_tokens, seconds)
+        served = _served(chunk["meta_info"], token_ids, text, first, first_tokens, seconds)
+        if speculates and len(token_ids) > 1 and not served.verifications:
+            raise Fault(f"an answer of {len(token_ids)} tokens without a verification")
+        return served
 
 
 def _chunk(line: bytes) -> dict[str, Any]:

@@ -28,7 +28,8 @@ def ask():
         async def complete():
             client = SGLangServer(server.url, 10.0)
             try:
-                return await client.complete(PROMPT, LIMIT, incremental=bool(info.get("incremental_streaming_output")))
+                incremental = bool(info.get("incremental_streaming_output"))
+                return await client.complete(PROMPT, LIMIT, speculates=True, incremental=incremental)
             finally:
                 await client.close()
 
@@ -78,6 +79,10 @@ WRONG = {
         {"spec_correct_drafts_histogram": [-5, 2]},
         {"spec_correct_drafts_histogram": [0.5]},
     ],
+    "without a verification": [
+        {"spec_verify_ct": 0},
+        {"spec_verify_ct": None},
+    ],  # not one that ended by its first token
     "counts 21 verifications": [{"spec_verify_ct": 21}],  # each gives a token
     "breaks off": [{"finish_reason": None}, {"finish_reason": "stop"}, {"finish_reason": [1]}],
     "ended by": [{"finish_reason": {"type": {"a": [1]}}}, {"finish_reason": {"type": "abort", "message": 5}}],
