@@ -31,6 +31,7 @@ _FACTS = ("version", "model_path", "dtype", "quantization", "kv_cache_dtype", "d
 _FACTS += ("speculative_algorithm", "speculative_draft_model_path", "speculative_num_steps", "speculative_eagle_topk")
 _FACTS += ("speculative_num_draft_tokens", "attention_backend", "disable_radix_cache", "enable_deterministic_inference")
 _CHOSEN = ("max_running_requests", "cuda_graph_max_bs", "mem_fraction_static")  # by the memory that a server finds free
+_NUMBERS = ("tp_size", "pp_size", "dp_size", "max_running_requests")  # with which is reckoned here
 
 
 class Engine:
@@ -235,11 +236,17 @@ class _Arm:
             raise UserError(f"servers.{self.name}: does not speculate; start it with `python -m export.serve`")
         if self.name != OFF and steps != config.draft_steps:
             raise UserError(f"servers.{self.name}: drafts {steps} steps, draft_steps is {config.draft_steps}")
+        if self.name != OFF and (width := info.get("speculative_eagle_topk")) not in (None, 1):
+            raise UserError(
+                f"servers.{self.name}: drafts trees (top-k {width}); start it with `python -m export.serve`"
+            )
         if info.get("skip_tokenizer_init"):
             raise UserError(f"servers.{self.name}: writes no text; start it without --skip-tokenizer-init")
         told = {key: info[key] for key in (*_FACTS, *_CHOSEN) if info.get(key) is not None}
-        if "version" not in told:
+        if not isinstance(told.get("version"), str):
             raise Fault("does not tell its version")
+        if wrong := [key for key in _NUMBERS if type(told.get(key, 1)) is not int]:
+            raise Fault(f"says that its {wrong[0]} is {str(told[wrong[0]])[:100]!r}, which is no number")
         if self._before and (changed := _changed(self._before, told)):
             raise UserError(f"{self.name}: came back as a server with another {changed}; {KEPT}")
         self._before = told

@@ -309,7 +309,22 @@ def test_the_wrong_server_is_refused(start, config):
         evaluate(config(drafters={"d": plain}))
     with pytest.raises(UserError, match=r"servers\.d: drafts 5 steps, draft_steps is 3"):
         evaluate(config(drafters={"d": speculating}, draft_steps=3))
-    assert not plain.bodies and not speculating.bodies
+    trees = start(**SPECULATING, speculative_eagle_topk=4)
+    with pytest.raises(UserError, match=r"servers\.d: drafts trees \(top-k 4\)"):
+        evaluate(config(drafters={"d": trees}))
+    tokens_alone = start(skip_tokenizer_init=True)
+    with pytest.raises(UserError, match=r"servers\.off: writes no text"):
+        evaluate(config(tokens_alone))
+    assert not any(server.bodies for server in (plain, speculating, trees, tokens_alone))
+
+
+@pytest.mark.parametrize(
+    "key, value", [("version", 5), ("version", {}), ("tp_size", "x"), ("max_running_requests", "x")]
+)
+def test_a_server_that_says_nonsense_of_itself(start, config, key, value):
+    """It is no server that can be measured; one line says why."""
+    with pytest.raises(UserError, match=r"off: .*(does not tell its version|which is no number), for 1 s"):
+        evaluate(config(start(**{key: value})))
 
 
 def test_other_settings_are_measured_anew(start, config):
