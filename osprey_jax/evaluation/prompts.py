@@ -51,12 +51,14 @@ def read_prompt_set(name: str, path: Path, config: EvaluateConfig, chat: Chat) -
     Raises:
       UserError: the file cannot be read, or holds no prompt that can be asked.
     """
-    prompts, seen = PromptSet(name, [], []), Counter()
+    prompts, seen, taken = PromptSet(name, [], []), Counter(), set()
     for questions in read_questions(path):
         if isinstance(questions, Questions):  # results are told apart by their ids
-            seen[questions.id] += 1
-            if (count := seen[questions.id]) > 1:
-                questions = dataclasses.replace(questions, id=f"{questions.id}#{count}")
+            first = questions.id
+            while questions.id in taken:
+                seen[first] += 1
+                questions = dataclasses.replace(questions, id=f"{first}#{seen[first] + 1}")
+            taken.add(questions.id)
         found = questions if isinstance(questions, Rejection) else _item(questions, 0, [], config, chat)
         (prompts.skipped if isinstance(found, Rejection) else prompts.items).append(found)
     if not prompts.items:

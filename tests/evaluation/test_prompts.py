@@ -68,6 +68,12 @@ def test_ids_given_twice_are_told_apart(read):
     assert [item.questions.id for item in prompts.items] == ["a", "b", "a#2"]
 
 
+def test_an_id_like_one_made_up(read):
+    """Two requests of one name would end the evaluation after it measured everything."""
+    prompts, _ = read([conversation(name, "free") for name in ("x", "x", "x#2", "x#2", "x")])
+    assert [item.questions.id for item in prompts.items] == ["x", "x#2", "x#2#2", "x#2#3", "x#3"]
+
+
 def test_a_turn_follows_what_was_written(read):
     """With the answer in its history; where there is none, it is said."""
     prompts, config = read([{"question_id": i, "turns": ["free", "why", "and"]} for i in range(2)])
