@@ -213,9 +213,12 @@ class _Arm:
         load = Load(self.name, server, alive, self._same)
         try:
             told = await load.until_back()
+            for journal in journals.values():  # before anything is asked
+                self._check_server(journal, told)
             for (name, level), journal in journals.items():
                 prompts = next(prompts for prompts in self._sets if prompts.name == name)
-                self._note_server(journal, told)
+                if journal.read("server") is None:
+                    journal.add({"key": "server", "told": told})
                 if level > (places := told.get("max_running_requests", level)):
                     print(f"warning: {self.name}: takes {places} requests at one time, not {level}", file=sys.stderr)
                 for number, items in enumerate(self._turns(prompts, journal, level)):
@@ -252,19 +255,21 @@ class _Arm:
         self._before = told
         return told
 
-    def _note_server(self, journal: Journal, told: dict[str, Any]) -> None:
+    def _check_server(self, journal: Journal, told: dict[str, Any]) -> None:
         """What is measured in several runs, is measured on one kind of server."""
         before = journal.read("server")
-        if before is None:
-            journal.add({"key": "server", "told": told})
-        elif changed := _changed(before["told"], told):
+        if before is not None and (changed := _changed(before["told"], told)):
             raise UserError(
                 f"{journal.path}: was begun on a server with another {changed}; go on with that, or remove the file "
                 "to measure it anew"
             )
 
     def _told(self, journals: dict[tuple[str, int], Journal]) -> dict[str, Any]:
-        return next(iter(journals.values())).read("server")["told"]
+        """What the server of all of them said of itself."""
+        told = next(iter(journals.values())).read("server")["told"]
+        for journal in journals.values():
+            self._check_server(journal, told)
+        return told
 
 
 def _changed(before: dict[str, Any], now: dict[str, Any]) -> str:

@@ -1,0 +1,146 @@
+"""The same command again, or a changed one: what is kept, what is asked, what is never mixed."""
+
+import shutil
+
+import pytest
+
+from osprey_jax.command import UserError
+from osprey_jax.config import OFF
+from osprey_jax.evaluate import evaluate
+from osprey_jax.serving import process
+from tests.evaluation.fake_sglang import SPECULATING, Handler
+from tests.evaluation.test_behind_servers import RECORDS, TARGET, asked, config, results, start
+from tests.serving.fake_environment import fake_python
+
+__all__ = ["config", "start"]  # fixtures
+
+
+def with_handler(server, **methods):
+    server.handler = type("Changed", (Handler,), methods)
+    server.stop()
+    server.start()
+    return server
+
+
+def names(result):
+    return [(request["id"], request["turn"]) for request in result["requests"]]
+
+
+def test_levels_measured_on_two_kinds_of_server(start, config):
+    """Each is complete, in a file of its own; together they would be one arm that nobody ran. Nothing is asked."""
+    off = start()
+    evaluate(config(off, concurrency=[1]))
+    off.info = off.info | {"version": "0.5.9"}
+    before = len(off.bodies)
+    with pytest.raises(UserError, match=r"off@p@1.*was begun on a server with another version"):
+        evaluate(config(off, concurrency=[2, 1]))
+    assert len(off.bodies) == before
+    evaluate(config(off, concurrency=[2]))
+    with pytest.raises(UserError, match=r"off@p@2.*was begun on a server with another version"):
+        evaluate(config(off, concurrency=[1, 2]))
+
+
+def test_more_arms_levels_and_sets(start, config):
+    """What is added is asked, of whom it is missing; in the end all of it stands there."""
+    off, first, second = start(), start(**SPECULATING), start(**SPECULATING)
+    servers = {"a": first}
+    evaluate(config(off, drafters=dict(servers)))
+    counts = [len(asked(server)) for server in (off, first)]
+    evaluate(config(off, drafters=servers | {"b": second}))
+    assert [len(asked(server)) for server in (off, first)] == counts and len(asked(second)) == len(RECORDS)
+    evaluate(config(off, drafters=dict(servers), concurrency=[4, 1]))
+    assert [len(asked(server)) for server in (off, first)] == [2 * count for count in counts]
+    evaluate(made := config(off, drafters=dict(servers), concurrency=[1, 4], prompts=["mt", "p"]))
+    # Six items of three turns at two levels; of `p`, nothing.
+    assert [len(asked(server)) for server in (off, first)] == [2 * count + 12 for count in counts]
+    found = results(made)["results"]
+    assert [(r["arm"], r["concurrency"], r["prompts"]) for r in found] == [
+        (arm, level, prompts) for arm in (OFF, "a") for level in (1, 4) for prompts in ("mt", "p")
+    ]
+    assert all(r["failed"] == r["not_compared"] == 0 for r in found if r["arm"] == "a")
+
+
+@pytest.fixture
+def target(tmp_path):
+    shutil.copytree(TARGET, tmp_path / "target")
+    return tmp_path / "target"
+
+
+@pytest.mark.parametrize("changed", ["steps", "drafter", "target"])
+def test_what_another_drafter_or_target_answered_is_not_kept(start, config, tmp_path, target, changed):
+    """Its figures would stand under this one's name; what was measured with the old one stays for who goes back."""
+    off, drafter = start(), start(**SPECULATING)
+    (tmp_path / "d").mkdir()
+    (tmp_path / "d/config.json").write_text("{}")
+    evaluate(config(off, drafters={"d": drafter}, target=target))
+    changes = {}
+    if changed == "steps":
+        drafter.info = drafter.info | {"speculative_num_steps": 3}
+        changes["draft_steps"] = 3
+    elif changed == "drafter":
+        (tmp_path / "d/config.json").write_text('{"other": 1}')
+    else:
+        (target / "model.bin").write_bytes(b"other weights")
+    evaluate(config(off, drafters={"d": drafter}, target=target, **changes))
+    assert len(asked(drafter)) == 2 * len(RECORDS)
+    assert len(asked(off)) == (2 if changed == "target" else 1) * len(RECORDS)
+    if changed == "steps":
+        drafter.info = drafter.info | {"speculative_num_steps": 5}
+    (tmp_path / "d/config.json").write_text("{}")
+    (target / "model.bin").unlink(missing_ok=True)
+    evaluate(config(off, drafters={"d": drafter}, target=target))
+    assert len(asked(drafter)) == 2 * len(RECORDS)
+
+
+def test_a_server_started_and_one_that_runs(start, config, tmp_path, monkeypatch):
+    """Two kinds of server, as are two with other flags: each is measured by itself, and starts only for what lacks."""
+    monkeypatch.setattr(process, "_POLL_S", 0.05)
+    python = fake_python(tmp_path, "no_speculation")
+    started = {"sglang_python": python, "servers": {}}
+    counted = tmp_path / "seen.json"
+
+    def starts(made):
+        counted.unlink(missing_ok=True)
+        evaluate(made)
+        return counted.exists()
+
+    off = start()
+    evaluate(config(off))
+    assert starts(config(**started)) and not starts(config(**started))
+    assert starts(config(**started, sglang_arguments=["--tp", 2]))
+    assert not starts(config(**started))
+    assert len(asked(off)) == len(RECORDS)
+    evaluate(config(off))
+    assert len(asked(off)) == len(RECORDS)
+
+
+def test_a_text_is_compared_with_that_of_its_own_level(start, config):
+    """Under load the target alone may write another text too, which is not the drafter's doing."""
+
+    def completion(self, body):
+        value = Handler._completion(self, body)
+        value["output_ids"][2] = self.server_fake.flushes  # emptied before each level
+        return value
+
+    off, drafter = (with_handler(server, _completion=completion) for server in (start(), start(**SPECULATING)))
+    evaluate(made := config(off, drafters={"d": drafter}, concurrency=[1, 2]))
+    found = results(made)["results"]
+    assert [(r["arm"], r["differing"], r["not_compared"]) for r in found[2:]] == [("d", 0, 0), ("d", 0, 0)]
+    assert found[0]["requests"][0]["first_difference"] is None
+
+
+def test_a_turn_that_was_not_reached_is_asked_of_nobody(start, config):
+    """What the first level did not answer has no next turn, at no level and of no arm; asked again, it has."""
+    off, drafter = start(), start(**SPECULATING)
+    off.fault = lambda number, body: 500 if off.flushes == 1 else None  # the first level alone
+    made = config(off, prompts=["mt"], drafters={"d": drafter}, concurrency=[2, 1])
+    evaluate(made)
+    found = results(made)["results"]
+    assert [len(r["requests"]) for r in found] == [0, 2, 2, 2] and found[0]["failed"] == 2
+    assert [r["reason"] for r in results(made)["skipped"]["mt"]] == ["turn 1 was not answered"] * 2
+    evaluate(made)
+    found = results(made)["results"]
+    wanted = [(f"{80 + i}", turn) for turn in range(3) for i in range(2)]
+    assert all(names(r) == wanted and r["failed"] == 0 for r in found)
+    assert results(made)["skipped"]["mt"] == []
+    assert all(request["lost_seconds"] > 0 for request in found[0]["requests"][:2])
