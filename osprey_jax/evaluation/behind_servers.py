@@ -84,7 +84,7 @@ class Engine:
             paid = sum(end - start for start, end in entry["intervals"])
             lost = {"attempts": len(entry["intervals"]), "lost_seconds": max(paid - entry.get("seconds", 0.0), 0.0)}
             if "failed" in entry:
-                failures.append(item.name | lost | {"reason": entry["failed"]})
+                failures.append(item.name | lost | {"reason": entry["failed"], "refused": entry["for_good"]})
                 continue
             speculates = part["arm"] != OFF
             rest, decoding = len(entry["token_ids"]) - entry["first_tokens"], entry["seconds"] - entry["first"]

@@ -18,7 +18,7 @@ from osprey_jax.serving.client import Served, SGLangServer
 
 PATIENCE_S = 120.0  # with a server that cannot be reached
 _TRIES = 3  # of a request
-_FAILURES = 5  # requests in a row, each after all its tries: it is the server
+_FAILURES = 5  # requests in a row, each after all its tries; or refused before any is answered: it is the server
 _WARM_TOKENS = 16
 _LINE_S = 60.0  # between lines where no terminal shows the bar
 KEPT = "what is finished is kept, the same command goes on"
@@ -48,6 +48,7 @@ class Load:
         self._name, self._server, self._ended, self._same = name, server, ended, same
         self._returning = asyncio.Lock()  # one asks whether the server is back, all wait
         self._failures = 0
+        self._refused: list[tuple[Journal, dict[str, Any]]] | None = []  # before the first answer; then None
         self._manner: dict[str, bool] = {"speculates": False, "incremental": False}
 
     async def ask(self, items: list[Item], level: int, journal: Journal, title: str, *, done: int) -> None:
@@ -64,7 +65,9 @@ class Load:
             while waiting:
                 item = waiting.pop()
                 before = (journal.read(key_of(item)) or {}).get("intervals", [])  # of a run in which it failed
-                journal.add({"key": key_of(item)} | item.name | await self._complete(item, before))
+                entry = {"key": key_of(item)} | item.name | await self._complete(item, before)
+                journal.add(entry)
+                self._judge(journal, entry)
                 bar.update()
                 done += 1
                 if bar.disable and (done == total or time.monotonic() - told > _LINE_S):
@@ -75,6 +78,20 @@ class Load:
             async with asyncio.TaskGroup() as group:
                 for _ in range(min(level, len(items))):
                     group.create_task(work())
+
+    def _judge(self, journal: Journal, entry: dict[str, Any]) -> None:
+        """A refusal is for good once the server has shown that it answers others."""
+        if self._refused is None:
+            return
+        if "failed" not in entry:
+            for of_journal, refused in self._refused:
+                of_journal.add(refused | {"for_good": True})
+            self._refused = None
+        elif entry["for_good"]:
+            journal.add(entry | {"for_good": False})
+            self._refused.append((journal, entry))
+            if len(self._refused) == _FAILURES:
+                raise UserError(f"{self._name}: the first {_FAILURES} requests were all {entry['failed']}; {KEPT}")
 
     async def until_back(self) -> dict[str, Any]:
         """What the server says of itself, once it does. Raises `UserError`: another server, or none for too long."""

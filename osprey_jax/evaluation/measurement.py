@@ -80,6 +80,7 @@ def summary(result: dict[str, Any], seed: int) -> dict[str, Any]:
         **summarize(requests, seed, result["busy_seconds"]),
         "busy_seconds": result["busy_seconds"],
         "failed": len(result["failures"]),
+        "refused": sum(failure["refused"] for failure in result["failures"]),  # of those, for good
         "differing": sum(request["matches_off"] is False for request in requests),
         "example_difference": next(
             ({"id": r["id"]} | r["first_difference"] for r in requests if r["first_difference"]), None

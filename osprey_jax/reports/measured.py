@@ -117,8 +117,10 @@ def _notes(config: EvaluateConfig, sets: Sequence[Any], summaries: Sequence[dict
             lines.append(
                 f"{where}: {count} requests ended by their first token, without a verification; they are in no mean"
             )
-        if count := summary["failed"]:
+        if count := summary["failed"] - summary["refused"]:
             lines.append(f"{where}: {count} requests failed; the same command asks them again")
+        if count := summary["refused"]:
+            lines.append(f"{where}: {count} requests were refused by the server, and are not asked again")
         if (count := summary["not_compared"]) and summary["arm"] != OFF:
             lines.append(f"{where}: {count} texts have none of {OFF} to be compared with")
         if difference := summary["example_difference"]:

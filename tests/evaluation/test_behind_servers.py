@@ -201,16 +201,29 @@ def test_what_fails_always_is_counted(start, config, capsys):
     assert found["failures"] == [] and found["requests"][0]["attempts"] == 4
 
 
-def test_a_refusal_is_for_good(start, config):
-    """A prompt that the server does not take is not asked again and again."""
+def test_a_refusal_is_for_good(start, config, capsys):
+    """A prompt that the server does not take, though it takes others, is not asked again and again; that is said."""
     off = start()
     off.fault = lambda number, body: 400 if body["input_ids"] == asked(off)[0]["input_ids"] else None
     made = config(off)
     evaluate(made)
     assert results(made)["results"][0]["failures"][0]["attempts"] == 1
+    assert "1 requests were refused by the server, and are not asked again" in capsys.readouterr().out
     before = len(off.bodies)
     evaluate(made)
     assert len(off.bodies) == before
+
+
+def test_a_server_that_refuses_everything(start, config):
+    """It is not the prompts then: one line, and a server that was put right is asked all of them."""
+    off = start()
+    off.fault = lambda number, body: 400
+    with pytest.raises(UserError, match="off: the first 5 requests were all refused by the server: 400"):
+        evaluate(made := config(off))
+    assert not (made.out / "results.json").exists()
+    off.fault = lambda number, body: None
+    evaluate(made := config(off))
+    assert results(made)["results"][0]["failed"] == 0
 
 
 def test_a_server_that_fails_everything(start, config):
@@ -232,13 +245,15 @@ def test_a_server_that_hangs(start, config):
 @pytest.mark.parametrize("level", [1, 4])
 def test_a_server_that_dies(start, config, level):
     """What was answered before is kept, and the same command does the rest, on a server that is there again."""
-    off = start()
+    off, dead = start(), threading.Event()
 
     def dies(number, body):
-        if len(asked(off)) == 5:
+        if len(asked(off)) < 5:
+            return None
+        if not dead.is_set():
+            dead.set()
             threading.Thread(target=off.stop).start()
-            return "hang"
-        return None
+        return "hang"  # nothing more is answered while it dies
 
     off.fault = dies
     made = config(off, concurrency=[level])

@@ -39,8 +39,14 @@ def test_summary_counts():
     }  # fmt: skip
     other = request | {"id": "b", "histogram": [0, 0, 5], "matches_off": False, "first_difference": {"token": 1}}
     last = request | {"id": "c", "matches_off": None}
-    result = {"arm": "d", "prompts": "p", "concurrency": 2, "busy_seconds": 6.0, "failures": [{}, {}]}
+    result = {
+        "arm": "d",
+        "prompts": "p",
+        "concurrency": 2,
+        "busy_seconds": 6.0,
+        "failures": [{"refused": True}, {"refused": False}],
+    }
     found = summary(result | {"requests": [request, other, last]}, seed=0)
-    assert (found["differing"], found["not_compared"], found["failed"]) == (1, 1, 2)
+    assert (found["differing"], found["not_compared"], found["failed"], found["refused"]) == (1, 1, 2, 1)
     assert found["histogram"] == [2, 8, 5] and found["example_difference"] == {"id": "b", "token": 1}
     assert found["throughput"] == 5.0 and found["accepted_length"] == 2.0
