@@ -7,6 +7,7 @@ with the server, and ends the server at Ctrl-C. What SGLang needs to know is in 
 """
 
 import argparse
+import http.client
 import json
 import signal
 import subprocess
@@ -46,19 +47,27 @@ def _probe(launch: Launch) -> str:
     try:
         with urllib.request.urlopen(_request(launch, url, body), timeout=_PROBE_LIMIT_S) as response:
             meta = json.load(response)["meta_info"]
-    except (OSError, ValueError, KeyError, TypeError) as error:
+            tokens, verifications = int(meta["completion_tokens"]), int(meta.get("spec_verify_ct") or 0)
+    except (
+        OSError,
+        http.client.HTTPException,
+        ArithmeticError,
+        ValueError,
+        LookupError,
+        TypeError,
+        AttributeError,
+    ) as error:
         raise UserError(f"{url}: is up, but does not answer a first request ({error})") from error
-    length = meta.get("spec_accept_length")
-    if length is None:
+    if not verifications:
         raise UserError(f"{url}: answered without speculation; nothing drafted")
-    return f"accepted length {length:.2f} ({meta['completion_tokens']} tokens, {meta['spec_verify_ct']} verifications)"
+    return f"accepted length {tokens / verifications:.2f} ({tokens} tokens, {verifications} verifications)"
 
 
 def _average(launch: Launch) -> float | None:
     try:
         with urllib.request.urlopen(_request(launch, f"{launch.url}/server_info"), timeout=10) as response:
-            return json.load(response)["internal_states"][0].get("avg_spec_accept_length")
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
+            return float(json.load(response)["internal_states"][0]["avg_spec_accept_length"])
+    except (OSError, http.client.HTTPException, ValueError, LookupError, TypeError):
         return None  # busy, or about to end
 
 

@@ -1,6 +1,7 @@
 """A server of our own: started, watched until it answers, ended with all its children."""
 
 import contextlib
+import http.client
 import os
 import signal
 import socket
@@ -69,7 +70,7 @@ def _answers(url: str) -> bool:
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=10):
             return True
-    except (OSError, ValueError):  # HTTP errors are among the first: a server that is not ready says 503
+    except (OSError, ValueError, http.client.HTTPException):  # a server that is not ready says 503, an OSError here
         return False
 
 

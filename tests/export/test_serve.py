@@ -80,6 +80,14 @@ def test_a_server_that_drafts_nothing(serve):
     assert process.returncode == 2 and "answered without speculation" in err
 
 
+def test_a_server_that_answers_nonsense(serve):
+    """One line, and it is ended."""
+    process = serve("nonsense", "--port", str(free_port()))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "/generate: is up, but does not answer a first request" in err.splitlines()[-1]
+
+
 @pytest.mark.parametrize(
     "arguments, message",
     [

@@ -15,7 +15,8 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def fake_python(folder: Path, behaviour: str = "serves", version: str = "0.5.23") -> Path:
-    """An executable in `folder`. `behaviour`: serves, dies, starts_late, hangs_at_start, no_speculation, stubborn."""
+    """An executable in `folder`. `behaviour`: serves, dies, starts_late, hangs_at_start, no_speculation, stubborn,
+    nonsense."""
     path = folder / f"python-{behaviour}-{version}"
     arguments = f"{str(folder)!r}, {behaviour!r}, {version!r}"
     code = f"sys.path.insert(0, {str(ROOT)!r})\nfrom tests.serving.fake_environment import main\nmain({arguments})"
@@ -52,5 +53,7 @@ def main(folder: str, behaviour: str, version: str) -> None:
     from tests.evaluation.fake_sglang import SPECULATING, FakeSGLang
 
     port = int(sys.argv[sys.argv.index("--port") + 1])
-    FakeSGLang(port=port, **({} if behaviour == "no_speculation" else SPECULATING))
+    server = FakeSGLang(port=port, **({} if behaviour == "no_speculation" else SPECULATING))
+    if behaviour == "nonsense":
+        server.fault = lambda number, body: "garbage"
     threading.Event().wait()

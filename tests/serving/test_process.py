@@ -2,6 +2,8 @@
 
 import json
 import os
+import socket
+import threading
 import time
 from pathlib import Path
 
@@ -85,3 +87,18 @@ def test_a_port_that_is_taken(launch, tmp_path):
         ):
             pass
         assert not (tmp_path / "second").exists()
+
+
+@pytest.mark.parametrize("words", [b"SSH-2.0-OpenSSH_9.6\r\n", b"HTTP/1.1 503 Service Unavailable\r\n\r\n"])
+def test_a_port_where_something_else_speaks(words):
+    """Or a server that is not ready: it does not answer, and nothing ends for it."""
+    with socket.create_server(("127.0.0.1", 0)) as listening:
+
+        def speak():
+            connection, _ = listening.accept()
+            with connection:
+                connection.recv(4096)
+                connection.sendall(words)
+
+        threading.Thread(target=speak, daemon=True).start()
+        assert not module._answers(f"http://127.0.0.1:{listening.getsockname()[1]}")
