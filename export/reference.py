@@ -119,18 +119,26 @@ def trainer_forward(drafter: Drafter, rows: list[Row], taps_RxSx3T: np.ndarray, 
         out = unroll(drafter, batch, taps_RxSx3T, embedding_RxSxH, beyond_H, steps=steps, attend=attend)
         return jnp.stack([stream_RxSxH[row_P, point_P] for stream_RxSxH in out])
 
-    @jax.jit
-    def kept(weights, stream_PxH):
-        drafter = nnx.merge(graph, weights)
-        logits_PxV = drafter.logits(stream_PxH)
-        top_logits_PxC, top_ids_PxC = jax.lax.top_k(logits_PxV, min(_KEPT, logits_PxV.shape[-1]))
-        best_P = drafter.to_target_ids(top_ids_PxC[:, 0])
-        logsumexp_P, spread_P = jax.nn.logsumexp(logits_PxV, axis=-1), jnp.std(logits_PxV, axis=-1)
-        return Seen(best_P, top_ids_PxC, top_logits_PxC, logsumexp_P, spread_P)
-
+    logits = jax.jit(lambda weights, stream_PxH: nnx.merge(graph, weights).logits(stream_PxH))
+    target_ids = None if drafter.target_ids is None else np.asarray(drafter.target_ids[...])
     with exact_products(jnp.float32):
         stream_KxPxH = streams(weights, jnp.asarray(taps_RxSx3T))
         flat = stream_KxPxH.reshape(-1, stream_KxPxH.shape[-1])
-        parts = [jax.device_get(kept(weights, flat[i : i + _AT_ONCE])) for i in range(0, len(flat), _AT_ONCE)]
+        parts = [
+            _kept(np.asarray(logits(weights, flat[i : i + _AT_ONCE])), target_ids)
+            for i in range(0, len(flat), _AT_ONCE)
+        ]
     whole = (np.concatenate(fields) for fields in zip(*parts, strict=True))
     return Seen(*(field.reshape(steps, len(point_P), *field.shape[1:]) for field in whole))
+
+
+def _kept(logits_PxV: np.ndarray, target_ids: np.ndarray | None) -> Seen:
+    """On the host: XLA's `top_k` takes a minute for a large vocabulary on a CPU."""
+    count = min(_KEPT, logits_PxV.shape[-1])
+    ids_PxC = np.sort(np.argpartition(-logits_PxV, count - 1, axis=-1)[:, :count], axis=-1)
+    order_PxC = np.argsort(-np.take_along_axis(logits_PxV, ids_PxC, axis=-1), axis=-1, kind="stable")
+    top_ids_PxC = np.take_along_axis(ids_PxC, order_PxC, axis=-1).astype(np.int32)  # the lower id first, of equal ones
+    top_logits_PxC = np.take_along_axis(logits_PxV, top_ids_PxC, axis=-1)
+    best_P = top_ids_PxC[:, 0] if target_ids is None else target_ids[top_ids_PxC[:, 0]]
+    sum_P = np.exp(logits_PxV - top_logits_PxC[:, :1]).sum(axis=-1)
+    return Seen(best_P, top_ids_PxC, top_logits_PxC, top_logits_PxC[:, 0] + np.log(sum_P), logits_PxV.std(axis=-1))

@@ -71,6 +71,12 @@ def eagle3_of_two_layers():
     return target, trained_drafter(target, PROMPTS[:2], num_layers=2, steps=30)
 
 
+def qwen3_of_the_target():
+    """The target's own first blocks, its embedding too: the one table that may be the target's."""
+    target = shallow_target()
+    return target, widened_drafter(target, 32, noise=0)
+
+
 CASES = [
     qwen3_equal,
     qwen3_wider,
@@ -78,6 +84,7 @@ CASES = [
     llama_scaled_with_biases,
     eagle3_of_one_layer,
     eagle3_of_two_layers,
+    qwen3_of_the_target,
 ]
 
 
