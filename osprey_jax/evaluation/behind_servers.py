@@ -5,7 +5,7 @@ import functools
 import hashlib
 import json
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -23,7 +23,7 @@ from osprey_jax.evaluation.prompts import Item, PromptSet, fingerprint, next_tur
 from osprey_jax.files import fingerprint as files_fingerprint
 from osprey_jax.files import read_json
 from osprey_jax.serving.client import SGLangServer
-from osprey_jax.serving.launch import installed_version, plan_launch
+from osprey_jax.serving.launch import Launch, installed_version, plan_launch
 from osprey_jax.serving.process import free_port, running
 
 # Of what a server says of itself, what its figures depend on.
@@ -38,7 +38,7 @@ class Engine:
     """Every arm on every set at every level of concurrency; each request is kept as soon as it is answered."""
 
     def __init__(self, config: EvaluateConfig):
-        """Raises `UserError`: unusable tokenizer; no SGLang where it is said to be."""
+        """Raises `UserError`: unusable tokenizer; no SGLang where it is said to be; what none could be started with."""
         self._config = config
         raw = read_json(config.target / "config.json")
         raw = raw.get("text_config", raw)  # of models that also see
@@ -50,8 +50,22 @@ class Engine:
         self._version = None if config.sglang_python is None else installed_version(config.sglang_python)
         arms = [OFF, *config.drafters] if OFF in config.servers or config.sglang_python else [*config.drafters]
         self._arms = arms
+        for arm in arms:
+            if arm not in config.servers:
+                self.launch(arm)  # what is wrong with the last arm should not be found after the first was measured
         self._servers: dict[str, dict[str, Any]] = {}  # arm -> what its server says
         self._fingerprint = functools.cache(files_fingerprint)
+
+    def launch(self, arm: str) -> Launch:
+        """How to start the server of an arm, on a port that is free now. Raises `UserError`."""
+        config = self._config
+        return plan_launch(
+            config.target,
+            config.drafters.get(arm),
+            python=config.sglang_python,
+            draft_steps=config.draft_steps,
+            arguments=[*config.sglang_arguments, "--port", str(free_port())],
+        )
 
     def facts(self) -> dict[str, Any]:
         """The machines that measured: as the servers tell, and this one where it started them."""
@@ -130,8 +144,8 @@ class _Arm:
         }
         try:
             if self._missing(journals):
-                with self._server() as (url, alive):
-                    run_async(self._ask(url, alive, journals))
+                with self._server() as (url, key, ended):
+                    run_async(self._ask(SGLangServer(url, self._config.timeout, key), ended, journals))
             self._engine._servers[self.name] = self._told(journals)
             return [
                 {
@@ -187,30 +201,26 @@ class _Arm:
 
     @contextlib.contextmanager
     def _server(self):
-        """(url, what says how the server ended or None) of this arm's server."""
+        """(url, its key or None, what says how the server ended or None) of this arm's server."""
         config, running_url = self._config, self._config.servers.get(self.name)
         if running_url is not None:
-            yield running_url, lambda: None
+            yield running_url, None, lambda: None
             return
-        launch = plan_launch(
-            config.target,
-            config.drafters.get(self.name),
-            python=config.sglang_python,
-            draft_steps=config.draft_steps,
-            arguments=[*config.sglang_arguments, "--port", str(free_port())],
-        )
+        launch = self._engine.launch(self.name)
         log = config.out / "servers" / f"{self.name}.log"
         log.parent.mkdir(exist_ok=True)
         print(f"{self.name}: starting a server ({log})\n{launch}", file=sys.stderr, flush=True)
         with running(launch, log=log, start_timeout=config.start_timeout) as process:
             yield (
                 launch.url,
+                launch.api_key,
                 lambda: None if process.poll() is None else f"ended with status {process.returncode} ({log})",
             )
 
-    async def _ask(self, url: str, alive, journals: dict[tuple[str, int], Journal]) -> None:
-        server = SGLangServer(url, self._config.timeout)
-        load = Load(self.name, server, alive, self._same)
+    async def _ask(
+        self, server: SGLangServer, ended: Callable[[], str | None], journals: dict[tuple[str, int], Journal]
+    ) -> None:
+        load = Load(self.name, server, ended, self._same)
         try:
             told = await load.until_back()
             for journal in journals.values():  # before anything is asked

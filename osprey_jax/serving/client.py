@@ -36,6 +36,12 @@ class Served:
 class SGLangServer(Endpoint):
     """Requests that would fit a chat are not rendered by the server: it is asked with token ids."""
 
+    def __init__(self, url: str, timeout: float, key: str | None = None):
+        """`key`: what the server was started with as `--api-key`; else that of the environment, as in `Endpoint`."""
+        super().__init__(url, timeout)
+        if key is not None:
+            self.client.headers["Authorization"] = f"Bearer {key}"
+
     async def info(self) -> dict[str, Any]:
         """What the server was started with, as it says. Raises `Fault`."""
         response = await self.send("GET", "/server_info", None, PROBE_S)

@@ -29,9 +29,21 @@ class Handler(FakeHandler):
         fake = self.server_fake
         if fake.gone:
             return self._fault_hang(None)
-        self._send(200, json.dumps(fake.info).encode() if self.path == "/server_info" else b"")
+        if self.path == "/health":
+            self._send(200, b"")
+        elif self._allowed():
+            self._send(200, json.dumps(fake.info).encode())
+
+    def _allowed(self):
+        key = self.server_fake.key
+        if key is None or self.headers["Authorization"] == f"Bearer {key}":
+            return True
+        self._send(401, b'{"error": "Unauthorized"}')
+        return False
 
     def do_POST(self):
+        if not self._allowed():
+            return
         if self.path.startswith("/flush_cache"):
             self.server_fake.flushes += 1
             self._send(200, b"Cache flushed.")
@@ -113,4 +125,5 @@ class FakeSGLang(FakeServer):
     def __init__(self, port=0, **info):
         self.info = INFO | info
         self.flushes = 0
+        self.key = None  # that requests must carry
         super().__init__(port=port)

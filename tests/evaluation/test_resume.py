@@ -8,6 +8,7 @@ from osprey_jax.command import UserError
 from osprey_jax.config import OFF
 from osprey_jax.evaluate import evaluate
 from osprey_jax.serving import process
+from tests.conftest import GOLDEN
 from tests.evaluation.fake_sglang import SPECULATING, Handler
 from tests.evaluation.test_behind_servers import RECORDS, TARGET, asked, config, results, start
 from tests.serving.fake_environment import fake_python
@@ -92,10 +93,8 @@ def test_what_another_drafter_or_target_answered_is_not_kept(start, config, tmp_
     assert len(asked(drafter)) == 2 * len(RECORDS)
 
 
-def test_a_server_started_and_one_that_runs(start, config, tmp_path, monkeypatch):
+def test_a_server_started_and_one_that_runs(start, config, python, tmp_path):
     """Two kinds of server, as are two with other flags: each is measured by itself, and starts only for what lacks."""
-    monkeypatch.setattr(process, "_POLL_S", 0.05)
-    python = fake_python(tmp_path, "no_speculation")
     started = {"sglang_python": python, "servers": {}}
     counted = tmp_path / "seen.json"
 
@@ -112,6 +111,29 @@ def test_a_server_started_and_one_that_runs(start, config, tmp_path, monkeypatch
     assert len(asked(off)) == len(RECORDS)
     evaluate(config(off))
     assert len(asked(off)) == len(RECORDS)
+
+
+@pytest.fixture
+def python(tmp_path, monkeypatch):
+    monkeypatch.setattr(process, "_POLL_S", 0.05)
+    monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+    return fake_python(tmp_path, "no_speculation")
+
+
+def test_a_started_server_is_asked_with_its_key(config, python):
+    """The flag that protects it would keep us out."""
+    evaluate(made := config(sglang_python=python, servers={}, sglang_arguments=["--api-key", "k"]))
+    assert results(made)["results"][0]["requests"][0]["attempts"] == 1
+
+
+def test_nothing_is_measured_that_cannot_go_on(config, python, tmp_path):
+    """A name misspelt, or a flag, of the last arm is said before the first is measured for hours."""
+    drafters = {"good": GOLDEN / "qwen3/expected/converted", "bad": tmp_path / "misspelt"}
+    with pytest.raises(UserError, match="misspelt: no such directory"):
+        evaluate(config(sglang_python=python, servers={}).model_copy(update={"drafters": drafters}))
+    with pytest.raises(UserError, match="--model-path: is set here"):
+        evaluate(config(sglang_python=python, servers={}, sglang_arguments=["--model-path", "x"]))
+    assert not (tmp_path / "seen.json").exists()
 
 
 def test_a_text_is_compared_with_that_of_its_own_level(start, config):

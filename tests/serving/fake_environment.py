@@ -54,6 +54,8 @@ def main(folder: str, behaviour: str, version: str) -> None:
 
     port = int(sys.argv[sys.argv.index("--port") + 1])
     server = FakeSGLang(port=port, **({} if behaviour == "no_speculation" else SPECULATING))
+    if "--api-key" in sys.argv:
+        server.key = sys.argv[sys.argv.index("--api-key") + 1]
     if behaviour == "nonsense":
         server.fault = lambda number, body: "garbage"
     threading.Event().wait()
