@@ -9,7 +9,8 @@
 | Global-MMLU | `question`, `option_a` to `option_d` | the question and its options |
 | any | `prompt`, a text | the prompt |
 
-Other rows are conversations (`conversations.parse_record`): the turns before the first assistant turn are asked.
+Rows with `conversations` or `messages`, and all others, are conversations (`conversations.parse_record`): the turns
+before the first assistant turn are asked.
 """
 
 import csv
@@ -22,12 +23,19 @@ import pyarrow
 import pyarrow.parquet
 
 from osprey_jax.command import UserError
-from osprey_jax.data.conversations import Record, parse_record, prompt_messages
+from osprey_jax.data.conversations import TURNS, Record, parse_record, prompt_messages
 from osprey_jax.data.records import Rejection, read_json_lines
 from osprey_jax.files import require_file
 
 _IDS = ("question_id", "task_id", "unique_id", "sample_id")
 _OPTIONS = ("option_a", "option_b", "option_c", "option_d")
+_COLUMNS = (
+    "question",
+    "prompt",
+    "problem",
+    "id",
+    *_IDS,
+)  # of which a table's first line names one, unless it is MGSM's
 _TABLES = {".csv": ",", ".tsv": "\t"}
 csv.field_size_limit(2**24)
 
@@ -53,8 +61,10 @@ def read_questions(path: Path) -> Iterator[Questions | Rejection]:
 
 
 def _questions(where: str, row: Any) -> Questions | Rejection:
-    texts = _texts(row) if isinstance(row, dict) else None
-    if texts is not None:
+    if isinstance(row, Rejection):
+        return row
+    benchmark = isinstance(row, dict) and all(row.get(key) is None for key in TURNS)
+    if benchmark and (texts := _texts(row)) is not None:
         name = next((str(row[key]) for key in ("id", "uuid", *_IDS) if row.get(key) not in (None, "")), where)
         return Questions(where, name, [[{"role": "user", "content": text}] for text in texts])
     record = parse_record(where, row)
@@ -88,7 +98,7 @@ def _texts(row: dict[str, Any]) -> list[str] | None:
 
 
 def _rows(path: Path) -> Iterator[tuple[str, Any]]:
-    """("file:line", row) of each row."""
+    """("file:line", row) of each row, or why it is none."""
     if path.suffix == ".parquet":
         try:
             for number, row in enumerate(pyarrow.parquet.read_table(path).to_pylist(), start=1):
@@ -109,13 +119,17 @@ def _table(path: Path) -> Iterator[tuple[str, Any]]:
     options = {"delimiter": _TABLES[path.suffix], "quoting": csv.QUOTE_NONE if tabs else csv.QUOTE_MINIMAL}
     try:
         with path.open(encoding="utf-8-sig", newline="") as stream:
-            lines = csv.reader(stream, **options)
+            lines = csv.reader(stream, strict=True, **options)
             header = first = next(lines, [])
-            if tabs and len(first) == 2 and "question" not in first:
+            if tabs and len(first) == 2 and not {*first} & {*_COLUMNS}:
                 header = ["question", "answer"]
                 yield f"{path}:1", dict(zip(header, first, strict=True))
             for row in lines:
-                if row:
-                    yield f"{path}:{lines.line_num}", dict(zip(header, row, strict=False))
+                where = f"{path}:{lines.line_num}"
+                if any(row[len(header) :]):  # a separator within a text cuts it
+                    reason = f"{len(row)} fields, {len(header)} columns; quote texts that hold a separator"
+                    yield where, Rejection(where, where, reason)
+                elif row:
+                    yield where, dict(zip(header, row, strict=False))
     except (OSError, UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: not a readable table ({error})") from error

@@ -18,7 +18,7 @@ _ROLES = {
     **dict.fromkeys(("assistant", "gpt", "chatgpt", "bing", "bard", "model", "ai", "function_call"), "assistant"),
     **dict.fromkeys(("tool", "function", "function_response", "tool_response", "observation", "ipython"), "tool"),
 }
-_TURNS = ("conversations", "messages", "conversation")
+TURNS = ("conversations", "messages", "conversation")
 _REASONING = ("reasoning_content", "reasoning", "thinking")  # names of one thing; the first is ours
 _PASSED = ("tool_call_id", "name")  # to the template as they are
 _READ_BYTES = 2**20
@@ -113,7 +113,7 @@ def _first(fields: dict, names: tuple[str, ...]) -> Any:
 
 
 def _messages(record: Any) -> list[dict]:
-    turns = _first(record, _TURNS) if isinstance(record, dict) else None
+    turns = _first(record, TURNS) if isinstance(record, dict) else None
     if not isinstance(turns, list) or not all(isinstance(turn, dict) for turn in turns):
         raise _Unusable("not a conversation")
     messages = [_message(turn) for turn in turns]

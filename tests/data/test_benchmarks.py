@@ -75,6 +75,34 @@ def test_conversations(tmp_path):
     ]
 
 
+def test_a_conversation_with_more_columns(tmp_path):
+    """Chat data often repeats its first turn as `prompt`; the system's turn would be lost."""
+    messages = [{"role": "system", "content": "Be brief."}, {"role": "user", "content": "Hi"}]
+    path = tmp_path / "p.jsonl"
+    rows = [{"prompt": "Hi", "messages": messages}, {"prompt": "alone", "messages": None}]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [found.turns for found in read_questions(path)] == [[messages], [[{"role": "user", "content": "alone"}]]]
+
+
+def test_a_table_that_is_not_well_formed(tmp_path):
+    """A text cut at its comma is not asked; a quote that is never closed would swallow the rest of the file."""
+    path = tmp_path / "p.csv"
+    path.write_text("id,question\n1,Hello, world\n2,whole\n3,no more,\n")
+    first, *others = read_questions(path)
+    assert first == Rejection(f"{path}:2", f"{path}:2", "3 fields, 2 columns; quote texts that hold a separator")
+    assert [found.id for found in others] == ["2", "3"]
+    path.write_text('id,question\n1,"Hello\n2,swallowed\n')
+    with pytest.raises(UserError, match="not a readable table"):
+        list(read_questions(path))
+
+
+def test_two_columns_with_a_header(tmp_path):
+    """MGSM's files have none; the names of another's columns are not asked."""
+    path = tmp_path / "p.tsv"
+    path.write_text("prompt\tid\nHello\t1\n")
+    assert [(found.id, found.turns[0][0]["content"]) for found in read_questions(path)] == [("1", "Hello")]
+
+
 def test_mgsm_without_a_header(tmp_path):
     """Its first line is a question; quotes are part of the text."""
     path = tmp_path / "mgsm_de.tsv"
