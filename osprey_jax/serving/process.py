@@ -84,18 +84,15 @@ def _last_words(log: Path | None) -> str:
 
 
 def _end(process: subprocess.Popen) -> None:
-    for number, patience in ((signal.SIGTERM, _END_S), (signal.SIGKILL, None)):
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, number)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(patience)
-        if not _group_lives(process.pid):
-            return
+    """SIGTERM to the server alone, which then answers what it was asked and ends its children; kill what is left.
 
-
-def _group_lives(group: int) -> bool:
+    Sent to its children too, SGLang takes it for their crash.
+    """
+    process.terminate()
     try:
-        os.killpg(group, 0)
-    except (ProcessLookupError, PermissionError):
-        return False
-    return True
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_S)
+    finally:  # also at a second Ctrl-C
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
