@@ -28,6 +28,7 @@ class Replayed(NamedTuple):
 
     best_KxP: np.ndarray  # most likely token, the target's id
     best_logit_KxP: np.ndarray
+    trainers_KxP: np.ndarray  # the trainer's most likely token, by the offsets of the files
     at_top_KxPxC: np.ndarray  # logits of the trainer's largest
     logsumexp_KxP: np.ndarray
 
@@ -80,13 +81,13 @@ class Comparison:
         return Replayed(*(field.reshape(*top.shape[:2], *field.shape[1:]) for field in whole))
 
     def agreement(self, replayed: Replayed) -> Agreement:
-        """A tie counts as the same token: the trainer's best has, but for rounding, the largest logit here too."""
+        """The same token: the trainer's best has the largest logit here too, but for rounding, and the same id."""
         coarsest = max((t.dtype.name for t in self.exported.tensors.values()), key=lambda d: TOLERANCE.get(d, 0))
         seen, read_KxP = self.seen, read_tokens(self.rows, self.steps)
         tolerance_Kx1 = TOLERANCE[coarsest] * np.arange(1, self.steps + 1)[:, None]
         spread_KxP = np.maximum(seen.spread_KxP, 1e-6)
         short_KxP = replayed.best_logit_KxP - replayed.at_top_KxPxC[..., 0]
-        same_KxP = (replayed.best_KxP == seen.best_KxP) | (short_KxP <= 2 * tolerance_Kx1 * spread_KxP)
+        same_KxP = (replayed.trainers_KxP == seen.best_KxP) & (short_KxP <= 2 * tolerance_Kx1 * spread_KxP)
         difference_KxP = np.maximum(
             np.abs(replayed.at_top_KxPxC - seen.top_logits_KxPxC).max(axis=-1),
             np.abs(replayed.logsumexp_KxP - seen.logsumexp_KxP),
@@ -130,6 +131,7 @@ def _summary(replay: Replay, stream_PxH: np.ndarray, top_ids_PxC: np.ndarray) ->
     return Replayed(
         replay.target_ids(best_P),
         best_logit_P,
+        replay.target_ids(top_ids_PxC[:, 0]),
         np.take_along_axis(logits_PxV, top_ids_PxC, axis=-1),
         best_logit_P + np.log(total_P),
     )

@@ -144,10 +144,10 @@ def test_a_fault_leaves_no_export(run_dir, tmp_path, run_command, monkeypatch):
 def test_a_fault_of_the_config_itself(run_dir, tmp_path, run_command, monkeypatch):
     """Also blocks that the first run of the target did not keep are looked at."""
     config = to_sglang.sglang_config
-    ids = {"eagle_aux_hidden_state_layer_ids": [2, 4, 6], "use_aux_hidden_state": True}
+    ids = {"eagle_aux_hidden_state_layer_ids": [1, 3, 7], "use_aux_hidden_state": True}
     monkeypatch.setattr(to_sglang, "sglang_config", lambda *arguments: config(*arguments) | {"eagle_config": ids})
     status, _, err = run_command(to_sglang.main, "--run", run_dir, "--out", tmp_path / "x")
-    assert status == 2 and "tap ids off by one: " in err and "(so repaired, " in err and not list(tmp_path.iterdir())
+    assert status == 2 and "tap ids wrong: " in err and "(so repaired, " in err and not list(tmp_path.iterdir())
 
 
 def test_skipped_check(run_dir, tmp_path, run_command, monkeypatch):
