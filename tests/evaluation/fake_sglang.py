@@ -46,9 +46,12 @@ class Handler(FakeHandler):
             return
         if self.path.startswith("/flush_cache"):
             self.server_fake.flushes += 1
-            self._send(200, b"Cache flushed.")
+            self._flush()
         else:
             super().do_POST()
+
+    def _flush(self):
+        self._send(200, b"Cache flushed.")
 
     def _completion(self, body):
         """The last chunk, which holds everything."""
@@ -74,7 +77,8 @@ class Handler(FakeHandler):
         whole = self._completion(body)
         ids, cuts = whole["output_ids"], (0, 1, 3)
         parts = [self._chunk(body, ids[:cut]) for cut in cuts[1:] if cut < len(ids)] + [whole]
-        if self.server_fake.info["incremental_streaming_output"]:
+        info = self.server_fake.info
+        if info["incremental_streaming_output"] or info.get("stream_output"):
             ends = [0, *(len(part["output_ids"]) for part in parts)]
             for part, start, end in zip(parts, ends, ends[1:], strict=False):
                 part["output_ids"] = ids[start:end]

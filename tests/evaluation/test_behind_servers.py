@@ -107,9 +107,10 @@ def test_levels_are_kept(start, config):
     assert off.most == 3 and len(off.bodies) == 3 + len(RECORDS)
 
 
-def test_incremental_streams(start, config):
-    """A server that sends only what is new each time writes the same."""
-    plain, incremental = start(), start(incremental_streaming_output=True)
+@pytest.mark.parametrize("name", ["incremental_streaming_output", "stream_output"])
+def test_incremental_streams(start, config, name):
+    """A server that sends only what is new each time writes the same; of 0.5.9 under another name."""
+    plain, incremental = start(), start(**{name: True})
     evaluate(made := config(plain))
     evaluate(other := config(incremental, out=made.out.with_name("other")))
     assert without_times(results(made)["results"][0]) == without_times(results(other)["results"][0])

@@ -6,11 +6,14 @@ import pytest
 
 from osprey_jax.command import UserError
 from osprey_jax.config import OFF
+from osprey_jax.decoding.target import open_target
 from osprey_jax.evaluate import evaluate
+from osprey_jax.evaluation import load
+from osprey_jax.evaluation.prompts import read_prompt_set
 from osprey_jax.serving import process
 from tests.conftest import GOLDEN
 from tests.evaluation.fake_sglang import SPECULATING, Handler
-from tests.evaluation.test_behind_servers import RECORDS, TARGET, asked, config, results, start
+from tests.evaluation.test_behind_servers import LIMIT, RECORDS, TARGET, asked, config, results, start
 from tests.serving.fake_environment import fake_python
 
 __all__ = ["config", "start"]  # fixtures
@@ -134,6 +137,94 @@ def test_nothing_is_measured_that_cannot_go_on(config, python, tmp_path):
     with pytest.raises(UserError, match="--model-path: is set here"):
         evaluate(config(sglang_python=python, servers={}, sglang_arguments=["--model-path", "x"]))
     assert not (tmp_path / "seen.json").exists()
+
+
+def test_a_started_server_that_dies(config, python, tmp_path):
+    """It does not come back by itself: nobody waits, its log is named, and the next run goes on with a new one."""
+    dying = config(sglang_python=fake_python(tmp_path, "dies_later"), servers={}, drafters={})
+    with pytest.raises(UserError, match=r"off: the server ended with status -?\d+ \(.*off\.log\); what is finished is"):
+        evaluate(dying)
+    [kept] = (dying.out / "parts").glob("*.jsonl")
+    assert len(kept.read_text().splitlines()) == 2 + 3  # settings, server; the first request of five warmed up
+    evaluate(dying.model_copy(update={"sglang_python": python}))
+    found = results(dying)["results"][0]
+    assert found["failed"] == 0 and len(found["requests"]) == len(RECORDS)
+
+
+def test_other_answers_before_a_turn(start, config):
+    """Turns follow what the first level wrote: where that is another text, they are other prompts, and asked."""
+
+    def completion(self, body):
+        value = Handler._completion(self, body)
+        value["text"] += " loaded" if self.server_fake.loaded else ""
+        return value
+
+    off, drafter = (with_handler(server, _completion=completion) for server in (start(), start(**SPECULATING)))
+    off.loaded = drafter.loaded = False
+    evaluate(config(off, prompts=["mt"], drafters={"d": drafter}, concurrency=[1]))
+    off.loaded = drafter.loaded = True
+    counts = [len(asked(server)) for server in (off, drafter)]
+    evaluate(made := config(off, prompts=["mt"], drafters={"d": drafter}, concurrency=[2, 1]))
+    assert [len(asked(server)) - count for server, count in zip((off, drafter), counts, strict=True)] == [10, 10]
+    found = results(made)["results"]
+    lengths = [[request["prompt_tokens"] for request in result["requests"]] for result in found]
+    assert lengths[0] == lengths[1] == lengths[2] == lengths[3]
+
+
+def test_what_is_skipped_is_said_once(start, config):
+    """Also where one run looks at the same answers twice."""
+    off = start()
+    firsts = []
+    off.fault = lambda number, body: 400 if body["input_ids"] not in firsts else None
+    made = config(off, prompts=["mt"])
+    prompts = read_prompt_set("mt", made.prompts["mt"], made, open_target(TARGET, {}))
+    firsts += [item.request.prompt for item in prompts.items]
+    evaluate(made)
+    evaluate(made := config(off, prompts=["mt"], concurrency=[1, 2]))
+    assert [r["reason"] for r in results(made)["skipped"]["mt"]] == ["turn 2 was not answered"] * 2
+
+
+def test_times(start, config):
+    """Of a token after the first alone; the first is there before the last; throughput is of all requests together."""
+    off = start()
+    off.delay = 0.05  # before each of three events, the first of one token
+    evaluate(made := config(off, concurrency=[4]))
+    [found] = results(made)["results"]
+    for request in found["requests"]:
+        decoding = request["seconds"] - request["time_to_first_token"]
+        assert request["time_to_first_token"] > 0.04 and decoding > 0.08
+        assert request["decode_tokens_per_second"] == pytest.approx((request["completion_tokens"] - 1) / decoding)
+    assert found["throughput"] == pytest.approx(found["completion_tokens"] / found["busy_seconds"])
+    longest = max(request["seconds"] for request in found["requests"])
+    assert longest <= found["busy_seconds"] < sum(request["seconds"] for request in found["requests"]) / 2
+
+
+@pytest.mark.parametrize("device, gpus", [("cuda", 12), ("cpu", None)])
+def test_gpus_are_counted(start, config, capsys, device, gpus):
+    """Costs are reckoned by them. A server with too few places for a level says so before."""
+    off = start(device=device, tp_size=2, pp_size=3, dp_size=2, max_running_requests=3)
+    evaluate(made := config(off, concurrency=[3, 4]))
+    assert (results(made)["hardware"]["device"], results(made)["hardware"]["gpus"]) == (device, gpus)
+    assert capsys.readouterr().err.count("warning: off: takes 3 requests at one time, not 4") == 1
+
+
+def test_a_cache_that_is_not_emptied(start, config, capsys):
+    """Prompts answered out of it would look fast; that is said, once for each level."""
+    off = with_handler(start(), _flush=lambda self: self._send(400, b"busy"))
+    evaluate(config(off, concurrency=[1, 2]))
+    assert capsys.readouterr().err.count("off: warning: does not empty its cache") == 2
+
+
+def test_failures_that_are_not_in_a_row(start, config, monkeypatch):
+    """A prompt here and there that the server cannot answer is no server that fails everything."""
+    monkeypatch.setattr(load, "_FAILURES", 2)
+    off = start()
+    every_other = []
+    off.fault = lambda number, body: 500 if asked(off).index(body) in every_other else None
+    evaluate(made := config(off))
+    every_other += [0, 2, 4]
+    evaluate(made := config(off, max_new_tokens=LIMIT, out=made.out.with_name("other")))
+    assert results(made)["results"][0]["failed"] == 3
 
 
 def test_a_text_is_compared_with_that_of_its_own_level(start, config):

@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def fake_python(folder: Path, behaviour: str = "serves", version: str = "0.5.23") -> Path:
     """An executable in `folder`. `behaviour`: serves, dies, starts_late, hangs_at_start, no_speculation, stubborn,
-    nonsense."""
+    nonsense, dies_later."""
     path = folder / f"python-{behaviour}-{version}"
     arguments = f"{str(folder)!r}, {behaviour!r}, {version!r}"
     code = f"sys.path.insert(0, {str(ROOT)!r})\nfrom tests.serving.fake_environment import main\nmain({arguments})"
@@ -53,9 +53,12 @@ def main(folder: str, behaviour: str, version: str) -> None:
     from tests.evaluation.fake_sglang import SPECULATING, FakeSGLang
 
     port = int(sys.argv[sys.argv.index("--port") + 1])
-    server = FakeSGLang(port=port, **({} if behaviour == "no_speculation" else SPECULATING))
+    speculates = "--speculative-algorithm" in sys.argv and behaviour != "no_speculation"
+    server = FakeSGLang(port=port, **(SPECULATING if speculates else {}))
     if "--api-key" in sys.argv:
         server.key = sys.argv[sys.argv.index("--api-key") + 1]
     if behaviour == "nonsense":
         server.fault = lambda number, body: "garbage"
+    if behaviour == "dies_later":
+        server.fault = lambda number, body: os._exit(3) if number == 4 else None
     threading.Event().wait()

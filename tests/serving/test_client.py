@@ -1,7 +1,9 @@
 """What is made of a server's answer, right or wrong."""
 
 import asyncio
+import itertools
 import json
+import time
 
 import pytest
 
@@ -112,3 +114,64 @@ def test_what_a_server_says_is_cut(ask):
 def test_a_stream_of_something_else(ask, lines):
     with pytest.raises(Fault, match="an answer"):
         ask(events(*lines))
+
+
+def test_what_is_asked(ask):
+    """Greedy whatever the model's generation config says, as the other engine decodes."""
+    ask()
+    sampling = {"temperature": 0, "max_new_tokens": LIMIT, "repetition_penalty": 1.0}
+    assert ask.server.bodies == [{"input_ids": PROMPT, "sampling_params": sampling, "stream": True}]
+
+
+@pytest.mark.parametrize("incremental", [False, True])
+def test_the_first_tokens(ask, incremental):
+    """When they came, and how many: an event without any is none, those that follow are not the first."""
+    cuts = [0, 0, 3, 5, len(IDS)]
+
+    def answered(self, body):
+        self.send_response(200)
+        self.send_header("Connection", "close")
+        self.end_headers()
+        self.close_connection = True
+        for start, end in itertools.pairwise(cuts):
+            start = start if incremental else 0
+            self._event(
+                self._chunk(body, IDS[:end], done=end == len(IDS)) | {"output_ids": IDS[start:end], "text": "x"}
+            )
+            time.sleep(0.15)
+
+    served = ask(type("Slow", (Handler,), {"_answer": answered}), incremental_streaming_output=incremental)
+    assert served.token_ids == IDS and served.first_tokens == 3
+    assert served.text == ("xxxx" if incremental else "x")
+    assert served.first > 0.14 and served.seconds > served.first + 0.25
+
+
+def test_names_of_either_version(ask):
+    """0.5.9 calls the histogram otherwise."""
+
+    def completion(self, body):
+        value = Handler._completion(self, body)
+        value["meta_info"]["spec_accept_histogram"] = value["meta_info"].pop("spec_correct_drafts_histogram")
+        return value
+
+    assert ask(type("Older", (Handler,), {"_completion": completion})).histogram == ask().histogram != []
+
+
+@pytest.mark.parametrize("said", [b"[1]", b'{"status": "ok"}', b"<html>"])
+def test_another_program(said):
+    """Not every server that says 200 is SGLang."""
+    server = FakeSGLang()
+    server.handler = type("Other", (Handler,), {"do_GET": lambda self: self._send(200, said)})
+    server.stop()
+    server.start()
+
+    async def info():
+        client = SGLangServer(server.url, 10.0)
+        try:
+            return await client.info()
+        finally:
+            await client.close()
+
+    with pytest.raises(Fault, match=r"is it SGLang|not JSON"):
+        asyncio.run(info())
+    server.stop()
