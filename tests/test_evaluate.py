@@ -143,7 +143,7 @@ def test_finished_parts_are_kept(config, monkeypatch):
 
 
 def test_changed_files_are_measured_again(config, drafters, tmp_path, monkeypatch):
-    """A part belongs to its weights and prompts, whatever their names."""
+    """A part belongs to its weights, prompts and settings, whatever their names."""
     calls = []
 
     def counted(*arguments, **options):
@@ -160,6 +160,14 @@ def test_changed_files_are_measured_again(config, drafters, tmp_path, monkeypatc
     write(made.prompts["prose"], PROSE[:1])
     evaluate(made)
     assert len(calls) == 3
+    evaluate(made.model_copy(update={"draft_steps": 3}))
+    evaluate(made.model_copy(update={"compute_dtype": "bfloat16", "max_new_tokens": 4}))
+    evaluate(made.model_copy(update={"compute_dtype": "float32", "max_new_tokens": 4}))
+    target = tmp_path / "target"
+    shutil.copytree(made.target, target)
+    (target / "more.bin").write_bytes(b"weights")
+    evaluate(made.model_copy(update={"target": target, "max_new_tokens": 4}))
+    assert len(calls) == 7
     assert not (made.out / "accepted_length.png").exists()
 
 
