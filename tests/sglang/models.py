@@ -14,7 +14,7 @@ from flax import nnx
 
 from export.to_sglang import sglang_config
 from osprey_jax.config import TTT
-from osprey_jax.data.tokenizer import copy_tokenizer
+from osprey_jax.data.tokenizer import copy_tokenizer, load_tokenizer, rows_needed
 from osprey_jax.decoding.generate import generate
 from osprey_jax.decoding.requests import Request
 from osprey_jax.models import hf, hf_config
@@ -39,6 +39,11 @@ def shallow_target(**changes) -> CausalLM:
             value = parameter[...]
             parameter[...] = value.at[:BLOCKS].multiply(0.1).at[BLOCKS:].multiply(0.002)
     return model
+
+
+def tokenizer_rows() -> int:
+    """As many as the golden tokenizer has entries: a target of this size can be given text, and writes some."""
+    return rows_needed(load_tokenizer(GOLDEN / "qwen3" / "target"))
 
 
 def widened_drafter(target: CausalLM, width: int, *, noise: float, draft_ids=None, mlp_bias=False) -> Drafter:
@@ -117,7 +122,7 @@ def trained_drafter(target: CausalLM, prompts: list[list[int]], *, num_layers: i
 
 
 def write_target(out: Path, target: CausalLM, eos_token_id: int) -> None:
-    """An HF checkpoint. Its tokenizer has more entries than the model: the tests speak ids alone."""
+    """An HF checkpoint with the golden tokenizer, which has more entries than a model of `VOCAB`: that speaks ids."""
     c = target.config
     kind = "qwen3" if c.qk_norm else "llama"
     golden = GOLDEN / kind / "target"

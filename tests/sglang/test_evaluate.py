@@ -15,10 +15,10 @@ import yaml
 from osprey_jax import evaluate
 from osprey_jax.command import UserError
 from osprey_jax.config import OFF, EvaluateConfig
-from osprey_jax.data.tokenizer import load_tokenizer, rows_needed
+from osprey_jax.data.tokenizer import load_tokenizer
 from osprey_jax.evaluation import behind_servers
 from tests.conftest import GOLDEN
-from tests.sglang.models import shallow_target, widened_drafter, write_drafter, write_target
+from tests.sglang.models import shallow_target, tokenizer_rows, widened_drafter, write_drafter, write_target
 from tests.sglang.server import ARGUMENTS, DRAFT_STEPS, HERE, PYTHON, STAMP, environment, serve
 
 pytestmark = [
@@ -47,7 +47,7 @@ def inputs(tmp_path_factory):
     """What both engines are given. The target writes any bytes, also such as are no text."""
     folder = tmp_path_factory.mktemp("inputs")
     tokenizer = load_tokenizer(GOLDEN / "qwen3" / "target")
-    target = shallow_target(vocab_size=rows_needed(tokenizer))
+    target = shallow_target(vocab_size=tokenizer_rows())
     write_target(folder / "target", target, tokenizer.eos_token_id)
     write_drafter(folder / "wide", widened_drafter(target, 48, noise=0.03))
     write_drafter(folder / "narrow", widened_drafter(target, 32, noise=0.1))

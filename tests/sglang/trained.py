@@ -15,7 +15,7 @@ from flax import nnx
 from export.to_sglang import to_sglang
 from osprey_jax.config import DistillConfig, RegenerateConfig
 from osprey_jax.convert import convert
-from osprey_jax.data.tokenizer import load_tokenizer, rows_needed
+from osprey_jax.data.tokenizer import load_tokenizer
 from osprey_jax.decoding.requests import Request
 from osprey_jax.decoding.target import Target, open_target
 from osprey_jax.models import hf, hf_config
@@ -27,7 +27,7 @@ from osprey_jax.training import stages
 from osprey_jax.training.loop import train
 from osprey_jax.training.mesh import make_mesh
 from tests.conftest import GOLDEN
-from tests.sglang.models import shallow_target, write_drafter, write_target
+from tests.sglang.models import shallow_target, tokenizer_rows, write_drafter, write_target
 
 TAUGHT, UNKNOWN = 16, 2  # conversations
 ASKED = 6  # of those taught on: a small drafter knows them by heart, and its chains are long
@@ -58,7 +58,7 @@ def make_family(folder: Path, **changes) -> Family:
     """With a target whose numbers are `changes`. It writes whole words, so that its text is its tokens again."""
     tokenizer = load_tokenizer(GOLDEN / "qwen3" / "target")
     words = [i for token, i in tokenizer.get_vocab().items() if token[0] == "Ġ" and token[1:].isalpha()]
-    model = shallow_target(vocab_size=rows_needed(tokenizer), **changes)
+    model = shallow_target(vocab_size=tokenizer_rows(), **changes)
     head_VxH = np.asarray(model.lm_head.weight[...])
     written_V = np.isin(np.arange(len(head_VxH)), [*words, tokenizer.eos_token_id])
     model.lm_head.weight[...] = jnp.asarray(head_VxH * written_V[:, None])
