@@ -24,10 +24,11 @@ from osprey_jax.config import EvaluateConfig, config_parser, load_config
 from osprey_jax.evaluation import behind_servers, in_process
 from osprey_jax.evaluation.measurement import summary
 from osprey_jax.evaluation.prompts import PromptSet, read_prompt_set
-from osprey_jax.files import read_json, write_json, write_text
+from osprey_jax.files import write_json, write_text
 from osprey_jax.reports import comparison, decision, decision_page
 from osprey_jax.reports.costs import DecisionConfig
 from osprey_jax.reports.measured import show, write_tables
+from osprey_jax.reports.results import read_results
 
 
 def evaluate(config: EvaluateConfig) -> list[dict[str, Any]]:
@@ -56,7 +57,7 @@ def decide(config: EvaluateConfig, costs: DecisionConfig) -> dict[str, Any]:
     """The decision sheet for what was measured in `config.out`, written there and returned. Raises `UserError`."""
     if not (config.out / "results.json").is_file():
         raise UserError(f"{config.out}: holds no results.json; measure first, with the same command without --decide")
-    made = decision.decide(read_json(config.out / "results.json"), costs)
+    made = decision.decide(read_results(config.out / "results.json"), costs)
     write_json(config.out / "decision.json", made)
     write_text(config.out / "decision.md", decision_page.markdown(made))
     write_text(config.out / "decision.html", decision_page.html(made))
