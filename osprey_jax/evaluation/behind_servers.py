@@ -255,6 +255,8 @@ class _Arm:
             )
         if info.get("skip_tokenizer_init"):
             raise UserError(f"servers.{self.name}: writes no text; start it without --skip-tokenizer-init")
+        if info.get("stream_output"):  # which gives new tokens beside the whole text, and loses tokens under load
+            raise UserError(f"servers.{self.name}: streams as 0.5.9 does wrongly; start it without --stream-output")
         told = {key: info[key] for key in (*_FACTS, *_CHOSEN) if info.get(key) is not None}
         if not isinstance(told.get("version"), str):
             raise Fault("does not tell its version")

@@ -103,7 +103,7 @@ class Load:
                 try:
                     info = await self._server.info()
                     kept = self._same(info)
-                    incremental = bool(info.get("incremental_streaming_output") or info.get("stream_output"))
+                    incremental = bool(info.get("incremental_streaming_output"))
                     self._manner = {"speculates": bool(info.get("speculative_algorithm")), "incremental": incremental}
                     return kept
                 except Fault as fault:

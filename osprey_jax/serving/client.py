@@ -61,7 +61,7 @@ class SGLangServer(Endpoint):
 
         Args:
           speculates: the server does, so that an answer without verifications is none.
-          incremental: the server sends what is new (`--incremental-streaming-output`), not all there is each time.
+          incremental: the server sends what is new (0.5.23's `--incremental-streaming-output`), not all there is.
 
         Raises:
           Refused, Fault.

@@ -77,8 +77,7 @@ class Handler(FakeHandler):
         whole = self._completion(body)
         ids, cuts = whole["output_ids"], (0, 1, 3)
         parts = [self._chunk(body, ids[:cut]) for cut in cuts[1:] if cut < len(ids)] + [whole]
-        info = self.server_fake.info
-        if info["incremental_streaming_output"] or info.get("stream_output"):
+        if self.server_fake.info["incremental_streaming_output"]:
             ends = [0, *(len(part["output_ids"]) for part in parts)]
             for part, start, end in zip(parts, ends, ends[1:], strict=False):
                 part["output_ids"] = ids[start:end]

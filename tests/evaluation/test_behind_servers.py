@@ -107,10 +107,9 @@ def test_levels_are_kept(start, config):
     assert off.most == 3 and len(off.bodies) == 3 + len(RECORDS)
 
 
-@pytest.mark.parametrize("name", ["incremental_streaming_output", "stream_output"])
-def test_incremental_streams(start, config, name):
-    """A server that sends only what is new each time writes the same; of 0.5.9 under another name."""
-    plain, incremental = start(), start(**{name: True})
+def test_incremental_streams(start, config):
+    """A server that sends only what is new each time writes the same."""
+    plain, incremental = start(), start(incremental_streaming_output=True)
     evaluate(made := config(plain))
     evaluate(other := config(incremental, out=made.out.with_name("other")))
     assert without_times(results(made)["results"][0]) == without_times(results(other)["results"][0])
@@ -331,7 +330,10 @@ def test_the_wrong_server_is_refused(start, config):
     tokens_alone = start(skip_tokenizer_init=True)
     with pytest.raises(UserError, match=r"servers\.off: writes no text"):
         evaluate(config(tokens_alone))
-    assert not any(server.bodies for server in (plain, speculating, trees, tokens_alone))
+    lossy = start(version="0.5.9", stream_output=True)
+    with pytest.raises(UserError, match=r"servers\.off: streams .* without --stream-output"):
+        evaluate(config(lossy))
+    assert not any(server.bodies for server in (plain, speculating, trees, tokens_alone, lossy))
 
 
 @pytest.mark.parametrize(
