@@ -24,7 +24,7 @@ from osprey_jax.config import EvaluateConfig, config_parser, load_config
 from osprey_jax.evaluation import behind_servers, in_process
 from osprey_jax.evaluation.measurement import summary
 from osprey_jax.evaluation.prompts import PromptSet, read_prompt_set
-from osprey_jax.files import write_json, write_text
+from osprey_jax.files import alone, write_json, write_text
 from osprey_jax.reports import comparison, decision, decision_page
 from osprey_jax.reports.costs import DecisionConfig
 from osprey_jax.reports.measured import show, write_tables
@@ -36,7 +36,7 @@ def evaluate(config: EvaluateConfig) -> list[dict[str, Any]]:
 
     Raises:
       UserError: unusable input; a drafter made for another target; an `out` that holds something else; servers that
-        are not what they should be, or do not answer.
+        are not what they should be, or do not answer; another run that writes `out`.
     """
     parts = config.out / "parts"
     if config.out.exists() and not parts.is_dir() and (not config.out.is_dir() or any(config.out.iterdir())):
@@ -44,11 +44,12 @@ def evaluate(config: EvaluateConfig) -> list[dict[str, Any]]:
     engine = (in_process if config.engine == "in_process" else behind_servers).Engine(config)
     sets = [read_prompt_set(name, path, config, engine.chat) for name, path in config.prompts.items()]
     parts.mkdir(parents=True, exist_ok=True)
-    results = engine.measure(sets, parts)
-    summaries = [summary(result, config.seed) for result in results]
-    compared = comparison.compare(results, config.seed)
-    _write(config, sets, results, summaries, compared, engine.facts())
-    write_tables(config, results, summaries, compared)
+    with alone(config.out, parts / ".lock"):
+        results = engine.measure(sets, parts)
+        summaries = [summary(result, config.seed) for result in results]
+        compared = comparison.compare(results, config.seed)
+        _write(config, sets, results, summaries, compared, engine.facts())
+        write_tables(config, results, summaries, compared)
     show(config, sets, summaries, compared)
     return summaries
 

@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
+import filelock
+
 from osprey_jax.command import UserError
 
 
@@ -88,6 +90,21 @@ def new_directory(out: str | Path) -> Iterator[Path]:
         sync(out.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
+
+
+@contextlib.contextmanager
+def alone(output: Path, lock: Path) -> Iterator[None]:
+    """Only one run at a time writes `output`, which the file `lock` stands for. `UserError` for a second one."""
+    held = filelock.FileLock(lock)
+    try:
+        held.acquire(blocking=False)
+    except filelock.Timeout as error:
+        raise UserError(f"{output}: another run is writing it; wait for that, or choose another output") from error
+    try:
+        yield
+    finally:
+        lock.unlink(missing_ok=True)  # while it is held: who waits at it then tries again
+        held.release()
 
 
 def fingerprint(*paths: Path) -> str:

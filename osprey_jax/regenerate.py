@@ -13,14 +13,12 @@ after any end of the first, also with an input that has other records too, or an
 what is not in the output, or not all of it, and why.
 """
 
-import contextlib
 import json
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import filelock
 from tqdm import tqdm
 
 from osprey_jax.command import UserError, run
@@ -30,7 +28,7 @@ from osprey_jax.data.records import Rejection, find_files, kind_of, read_json_li
 from osprey_jax.decoding.dialogues import Dialogue, make_dialogue
 from osprey_jax.decoding.journal import Journal
 from osprey_jax.decoding.sink import Sink
-from osprey_jax.files import new_file
+from osprey_jax.files import alone, new_file
 
 # Of the input's fields: other names of the turns, what goes with the turns that are dropped, an earlier regeneration's.
 _DROPPED = {"messages", "conversation", "tools", "functions", "unanswered"}
@@ -44,7 +42,7 @@ def regenerate(config: RegenerateConfig) -> None:
         may pass (what is answered is kept), no server for too long.
     """
     config.output.parent.mkdir(parents=True, exist_ok=True)
-    with _alone(config.output):
+    with alone(config.output, config.output.with_name(f".{config.output.name}.lock")):
         if config.output.exists():
             raise UserError(f"{config.output}: already exists; choose another output or remove it first")
         find_files(config.input)
@@ -62,20 +60,6 @@ def regenerate(config: RegenerateConfig) -> None:
             with Sink(journal, total - len(dialogues), total) as sink:
                 source.answer(dialogues, sink)
         _finish(config, journal, sum(not journal.read(key)["for_good"] for key in journal.failed - failed_before))
-
-
-@contextlib.contextmanager
-def _alone(output: Path) -> Iterator[None]:
-    lock = filelock.FileLock(output.with_name(f".{output.name}.lock"))
-    try:
-        lock.acquire(blocking=False)
-    except filelock.Timeout as error:
-        raise UserError(f"{output}: another run is writing it; wait for that, or choose another output") from error
-    try:
-        yield
-    finally:
-        Path(lock.lock_file).unlink(missing_ok=True)  # while it is held: who waits at it then tries again
-        lock.release()
 
 
 def _read(config: RegenerateConfig, description: str) -> Iterator[tuple[str, Any, Dialogue | Rejection]]:

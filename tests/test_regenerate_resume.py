@@ -15,7 +15,8 @@ import pytest
 from osprey_jax import regenerate as regenerate_module
 from osprey_jax.command import UserError
 from osprey_jax.config import RegenerateConfig
-from osprey_jax.regenerate import _alone, regenerate
+from osprey_jax.files import alone
+from osprey_jax.regenerate import regenerate
 from tests.decoding import fake_server
 from tests.decoding.fake_server import RECORDS, FakeServer, answered, read, write
 
@@ -147,7 +148,8 @@ def test_a_torn_last_line_is_dropped(config, fake):
 
 def test_another_run_on_the_same_output(config):
     """Is refused while the first one goes on."""
-    with _alone(config.output), pytest.raises(UserError, match="another run is writing it"):
+    lock = config.output.with_name(f".{config.output.name}.lock")
+    with alone(config.output, lock), pytest.raises(UserError, match="another run is writing it"):
         regenerate(config)
     regenerate(config)
     assert read(config.output) == answered()

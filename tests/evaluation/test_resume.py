@@ -151,6 +151,22 @@ def test_a_started_server_that_dies(config, python, tmp_path):
     assert found["failed"] == 0 and len(found["requests"]) == len(RECORDS)
 
 
+def test_two_runs_at_a_time(start, config):
+    """They would ask everything twice, into one file."""
+    off, seen = start(), []
+
+    def once(number, body):
+        if not seen:
+            seen.append(1)
+            with pytest.raises(UserError, match="out: another run is writing it"):
+                evaluate(made)
+
+    off.fault = once
+    made = config(off)
+    evaluate(made)
+    assert seen and len(asked(off)) == len(RECORDS) and not list(made.out.glob("parts/.*"))
+
+
 def test_other_answers_before_a_turn(start, config):
     """Turns follow what the first level wrote: where that is another text, they are other prompts, and asked."""
 
