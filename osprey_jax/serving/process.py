@@ -6,6 +6,7 @@ import os
 import signal
 import socket
 import subprocess
+import sys
 import time
 import urllib.request
 from collections.abc import Iterator
@@ -30,11 +31,15 @@ def running(launch: Launch, *, log: Path | None, start_timeout: float) -> Iterat
         raise UserError(f"{launch.url}: another server answers there already; stop it or choose another --port")
     with contextlib.nullcontext() if log is None else log.open("wb") as output:
         process = _start(launch, output)
+        hangup = signal.getsignal(signal.SIGHUP)
         try:
+            if hangup == signal.SIG_DFL:  # of a closed terminal, which the server does not hear
+                signal.signal(signal.SIGHUP, lambda *_: sys.exit(129))
             _wait(process, launch.url, log, start_timeout)
             yield process
         finally:
             _end(process)
+            signal.signal(signal.SIGHUP, hangup)
 
 
 def free_port() -> int:

@@ -42,7 +42,7 @@ def line_with(process, text):
     pytest.fail(f"no {text!r}; {process.stderr.read()}")
 
 
-@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize("number, status", [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_it_reports_and_ends_with_its_server(serve, tmp_path, number, status):
     """The command first, then what was accepted; a signal ends the server and its children too."""
     port = free_port()
