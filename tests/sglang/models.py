@@ -31,13 +31,13 @@ BLOCKS = 2  # that do something
 TAPS = (0, 1, 5)  # not the default ones, and blocks that differ
 
 
-def shallow_target(**changes) -> CausalLM:
-    """A random target of 7 blocks: two add something to the embedding, the others hardly anything."""
+def shallow_target(*, deep: float = 0.002, **changes) -> CausalLM:
+    """A random target of 7 blocks: two add something to the embedding, the others `deep`, which is hardly anything."""
     model = random_models.target(3, **{"vocab_size": VOCAB, "head_dim": 16} | changes)
     for projection in (model.layers.self_attn.o_proj, model.layers.mlp.down_proj):
         for parameter in jax.tree.leaves(nnx.state(projection), is_leaf=lambda x: isinstance(x, nnx.Variable)):
             value = parameter[...]
-            parameter[...] = value.at[:BLOCKS].multiply(0.1).at[BLOCKS:].multiply(0.002)
+            parameter[...] = value.at[:BLOCKS].multiply(0.1).at[BLOCKS:].multiply(deep)
     return model
 
 

@@ -86,9 +86,10 @@ def test_server_follows_the_engine(case, request, tmp_path):
     chat, drafter, requests = family.chat, load_drafter(export), family.requests(LIMIT)
     taps = check_tap_layers(drafter.config.tap_layers, family.model.config.num_layers)
     plain = generate(family.model, requests, stop_ids=chat.stop_ids)
-    engine = speculate(
-        family.model, drafter, requests, tap_layers=taps, draft_steps=DRAFT_STEPS, stop_ids=chat.stop_ids
-    )
+    options = {"draft_steps": DRAFT_STEPS, "stop_ids": chat.stop_ids}
+    engine = speculate(family.model, drafter, requests, tap_layers=taps, **options)
+    off_by_one = speculate(family.model, drafter, requests, tap_layers=tuple(tap + 1 for tap in taps), **options)
+    assert [r.histogram for r in off_by_one] != [r.histogram for r in engine], "hides which states it reads"
     with serve(family.target, export, tmp_path / "server.log") as server:
         answers = [server.generate(request.prompt, LIMIT) for request in requests]
 

@@ -32,6 +32,7 @@ from tests.sglang.models import shallow_target, tokenizer_rows, write_drafter, w
 TAUGHT, UNKNOWN = 16, 2  # conversations
 ASKED = 6  # of those taught on: a small drafter knows them by heart, and its chains are long
 NOISE = 0.3  # of each weight's spread: a converted drafter is accepted 1.5 tokens at a time then
+DEEP = 0.05  # what the target's later blocks add, so that a tap is not the next one; its first two add 0.1
 BLOCKS = 3  # of a backbone, before it is cut to two
 
 
@@ -58,7 +59,7 @@ def make_family(folder: Path, **changes) -> Family:
     """With a target whose numbers are `changes`. It writes whole words, so that its text is its tokens again."""
     tokenizer = load_tokenizer(GOLDEN / "qwen3" / "target")
     words = [i for token, i in tokenizer.get_vocab().items() if token[0] == "Ġ" and token[1:].isalpha()]
-    model = shallow_target(vocab_size=tokenizer_rows(), **changes)
+    model = shallow_target(deep=DEEP, vocab_size=tokenizer_rows(), **changes)
     head_VxH = np.asarray(model.lm_head.weight[...])
     written_V = np.isin(np.arange(len(head_VxH)), [*words, tokenizer.eos_token_id])
     model.lm_head.weight[...] = jnp.asarray(head_VxH * written_V[:, None])
