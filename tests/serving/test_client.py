@@ -175,3 +175,10 @@ def test_another_program(said):
     with pytest.raises(Fault, match=r"is it SGLang|not JSON"):
         asyncio.run(info())
     server.stop()
+
+
+def test_an_answer_of_one_token(ask):
+    """The target's own pass wrote it: a server that speculates has nothing to verify then."""
+    one = {"output_ids": IDS[:1], "completion_tokens": 1, "spec_verify_ct": None}
+    served = ask(changing(**one, spec_correct_drafts_histogram=None))
+    assert (served.token_ids, served.verifications, served.histogram) == (IDS[:1], None, None)
