@@ -297,7 +297,7 @@ class EvaluateConfig(Section):
             ("trained_on", {name for sets in self.trained_on.values() for name in sets}, self.prompts),
         ):
             if unknown := sorted(set(names) - set(known)):
-                raise ValueError(f"{key}: {', '.join(unknown)} is none of {', '.join(known)}")
+                raise ValueError(f"{key}: {', '.join(unknown)} is none of {', '.join(known) or 'no drafters'}")
         if self.engine == "sglang" and self.sglang_python is None:
             if missing := [name for name in self.drafters if name not in self.servers]:
                 raise ValueError(f"servers: none for {', '.join(missing)}, and no sglang_python that starts one")

@@ -59,6 +59,8 @@ class Engine:
     def launch(self, arm: str) -> Launch:
         """How to start the server of an arm, on a port that is free now. Raises `UserError`."""
         config = self._config
+        if wrong := [item for item in config.sglang_arguments if item.startswith("--speculative-num")]:
+            raise UserError(f"sglang_arguments: {wrong[0]} is draft_steps' to say, for all arms alike")
         return plan_launch(
             config.target,
             config.drafters.get(arm),
@@ -169,9 +171,7 @@ class _Arm:
             "target": self._engine._fingerprint(config.target),
             "drafter": None if path is None else self._engine._fingerprint(path) if path.is_dir() else str(path),
             "draft_steps": None if path is None else config.draft_steps,
-            "template_options": config.template_options,
             "concurrency": level,
-            "timeout": config.timeout,
             "server": "running" if self.name in config.servers else [self._engine._version, config.sglang_arguments],
         }
         digest = hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:8]
@@ -262,10 +262,20 @@ class _Arm:
             raise Fault("does not tell its version")
         if wrong := [key for key in _NUMBERS if type(told.get(key, 1)) is not int]:
             raise Fault(f"says that its {wrong[0]} is {str(told[wrong[0]])[:100]!r}, which is no number")
+        if self._before is None and self.name in config.servers:
+            self._warn_of_names(told)
         if self._before and (changed := _changed(self._before, told)):
             raise UserError(f"{self.name}: came back as a server with another {changed}; {KEPT}")
         self._before = told
         return told
+
+    def _warn_of_names(self, told: dict[str, Any]) -> None:
+        """A server elsewhere has its files in other places, but hardly under other names."""
+        served = {"model_path": self._config.target}
+        served |= {} if self.name == OFF else {"speculative_draft_model_path": self._config.drafters[self.name]}
+        for key, path in served.items():
+            if (name := Path(str(told.get(key, ""))).name) != path.resolve().name:
+                print(f"warning: servers.{self.name}: serves {name}; the config says {path}", file=sys.stderr)
 
     def _check_server(self, journal: Journal, told: dict[str, Any]) -> None:
         """What is measured in several runs, is measured on one kind of server."""

@@ -80,7 +80,7 @@ def next_turns(
         if turn == len(questions.turns):
             continue
         if text is None:
-            found = Rejection(questions.where, questions.id, f"turn {turn} was not answered")
+            found = Rejection(questions.where, questions.id, f"turn {item.turn} was not answered")
         else:
             found = _item(questions, turn, [*item.messages, chat.message(item.messages, text)], config, chat)
         if not isinstance(found, Rejection):

@@ -27,7 +27,9 @@ class DecisionConfig(Section):
 
     currency: Annotated[str, pydantic.Field(min_length=1)] = "USD"
     gpu_hour_price: Annotated[float, pydantic.Field(gt=0)]  # of one GPU for an hour, in that currency
-    gpus: Positive | None = None  # that served one arm; None: as many as its server said
+    gpus: Annotated[int, pydantic.Field(ge=1, le=100_000, strict=True)] | None = (
+        None  # that served one arm; None: as many as its server said
+    )
     preparation_gpu_hours: Amount | dict[str, Amount]  # once: the backbone; one number for all drafters, or by drafter
     adaptation_gpu_hours: (
         Amount | dict[str, Amount]

@@ -87,7 +87,7 @@ def test_a_turn_follows_what_was_written(read):
     ]
     assert second.request.prompt == chat.prompt_ids(messages)
     assert second.name == {"id": "0", "turn": 1}
-    assert [(rejection.id, rejection.reason) for rejection in prompts.skipped] == [("1", "turn 1 was not answered")]
+    assert [(rejection.id, rejection.reason) for rejection in prompts.skipped] == [("1", "turn 0 was not answered")]
     [third] = next_turns(prompts, [second], ["because"], config, chat)
     assert third.turn == 2 and len(third.messages) == 5
     assert next_turns(prompts, [third], ["."], config, chat) == []

@@ -198,7 +198,7 @@ def test_what_is_skipped_is_said_once(start, config):
     firsts += [item.request.prompt for item in prompts.items]
     evaluate(made)
     evaluate(made := config(off, prompts=["mt"], concurrency=[1, 2]))
-    assert [r["reason"] for r in results(made)["skipped"]["mt"]] == ["turn 2 was not answered"] * 2
+    assert [r["reason"] for r in results(made)["skipped"]["mt"]] == ["turn 1 was not answered"] * 2
 
 
 def test_times(start, config):
@@ -267,10 +267,28 @@ def test_a_turn_that_was_not_reached_is_asked_of_nobody(start, config):
     evaluate(made)
     found = results(made)["results"]
     assert [len(r["requests"]) for r in found] == [0, 2, 2, 2] and found[0]["failed"] == 2
-    assert [r["reason"] for r in results(made)["skipped"]["mt"]] == ["turn 1 was not answered"] * 2
+    assert [r["reason"] for r in results(made)["skipped"]["mt"]] == ["turn 0 was not answered"] * 2
     evaluate(made)
     found = results(made)["results"]
     wanted = [(f"{80 + i}", turn) for turn in range(3) for i in range(2)]
     assert all(names(r) == wanted and r["failed"] == 0 for r in found)
     assert results(made)["skipped"]["mt"] == []
     assert all(request["lost_seconds"] > 0 for request in found[0]["requests"][:2])
+
+
+def test_more_time_for_what_had_too_little(start, config):
+    """What was answered in the shorter time stays; what was not, is asked again."""
+    off = start()
+    off.fault = lambda number, body: "hang" if body["input_ids"] == asked(off)[0]["input_ids"] else None
+    evaluate(config(off, timeout=0.3))
+    off.fault = lambda number, body: None
+    before = len(asked(off))
+    evaluate(made := config(off, timeout=20.0))
+    assert len(asked(off)) == before + 1 and results(made)["results"][0]["failed"] == 0
+
+
+def test_a_server_of_other_files_is_said(start, config, capsys):
+    """Two URLs that changed places would give each drafter the other's figures."""
+    evaluate(config(start(model_path="/elsewhere/target"), drafters={"d": start(**SPECULATING)}))
+    err = capsys.readouterr().err
+    assert "servers.d: serves draft; the config says" in err and "servers.off: serves" not in err
