@@ -26,13 +26,16 @@ def serve(tmp_path):
         python = fake_python(tmp_path, behaviour)
         command = [sys.executable, "-u", "-m", "export.serve", *MODELS, "--python", str(python), *arguments]
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
-        pipe = subprocess.PIPE
-        started.append(subprocess.Popen(command, cwd=ROOT, env=environment, stdout=pipe, stderr=pipe, text=True))
+        streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        # As from a terminal, also where these tests run under `nohup`, which the command would heed.
+        heard = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        started.append(subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=heard, **streams))
         return started[-1]
 
     yield call
     for process in started:
-        process.kill()
+        process.terminate()  # with its server
+        process.communicate(timeout=60)
 
 
 def line_with(process, text):
