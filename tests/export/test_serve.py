@@ -28,8 +28,9 @@ def serve(tmp_path):
         environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
         # As from a terminal, also where these tests run under `nohup`, which the command would heed.
-        heard = lambda: signal.signal(signal.SIGHUP, signal.SIG_DFL)
-        started.append(subprocess.Popen(command, cwd=ROOT, env=environment, preexec_fn=heard, **streams))
+        before = signal.signal(signal.SIGHUP, signal.SIG_DFL)
+        started.append(subprocess.Popen(command, cwd=ROOT, env=environment, **streams))
+        signal.signal(signal.SIGHUP, before)
         return started[-1]
 
     yield call
