@@ -24,12 +24,19 @@ _PROBE = {"text": "Write a list of the numbers from one to twenty, in words:\n1.
 _PROBE_TOKENS = 64
 _PROBE_LIMIT_S = 300
 _REPORT_S = 60.0
+_END_S = 2.0  # that a server which broke off an answer may take to end
 
 
 def serve(launch: Launch, start_timeout: float) -> int:
     """Run the server until it ends; its exit status. Raises `UserError` where it does not come up or not answer."""
     with running(launch, log=None, start_timeout=start_timeout) as process:
-        print(f"up: {launch.url}; on a first request of {_PROBE_TOKENS} tokens, {_probe(launch)}", flush=True)
+        try:
+            found = _probe(launch)
+        except UserError:
+            with contextlib.suppress(subprocess.TimeoutExpired):  # it may not be up any more
+                raise UserError(f"the server ended with status {process.wait(_END_S)} at its first request") from None
+            raise
+        print(f"up: {launch.url}; on a first request of {_PROBE_TOKENS} tokens, {found}", flush=True)
         reported = None
         while True:
             try:

@@ -97,8 +97,11 @@ class Engine:
         for item in part["items"]:
             entry = part["answers"][key_of(item)]
             intervals += entry["intervals"]
-            paid = sum(end - start for start, end in entry["intervals"])
-            lost = {"attempts": len(entry["intervals"]), "lost_seconds": max(paid - entry.get("seconds", 0.0), 0.0)}
+            in_vain = entry["intervals"] if "failed" in entry else entry["intervals"][:-1]
+            lost = {
+                "attempts": len(entry["intervals"]),
+                "lost_seconds": sum((end - start for start, end in in_vain), 0.0),
+            }
             if "failed" in entry:
                 failures.append(item.name | lost | {"reason": entry["failed"], "refused": entry["for_good"]})
                 continue
@@ -116,7 +119,7 @@ class Engine:
                 times={
                     "seconds": entry["seconds"],
                     "time_to_first_token": entry["first"],
-                    "decode_tokens_per_second": rest / decoding if rest > 0 and decoding > 0 else None,
+                    "milliseconds_per_token": 1e3 * decoding / rest if rest > 0 else None,
                 },
                 **lost,
             )

@@ -31,6 +31,7 @@ def facts(
       times: by the names in `reports.statistics.TIMES`; None where they were not taken.
       lost_seconds: in attempts that failed.
     """
+    times = times or dict.fromkeys(TIMES)
     return {
         **item.name,
         "prompt_tokens": len(item.request.prompt),
@@ -39,7 +40,9 @@ def facts(
         "accepted_length": len(token_ids) / verifications if verifications else None,
         "histogram": None if histogram is None else list(histogram),
         "finish_reason": finish_reason,
-        **(times or dict.fromkeys(TIMES)),
+        **times,
+        # Of one request: parts that come together make it endless, so that no mean of it is taken.
+        "decode_tokens_per_second": 1e3 / per_token if (per_token := times["milliseconds_per_token"]) else None,
         "attempts": attempts,
         "lost_seconds": lost_seconds,
         "matches_off": None if own_ids is None else token_ids == own_ids,

@@ -12,7 +12,7 @@ _NAMES = {
     "accepted_length": "accepted length",
     "seconds": "seconds",
     "time_to_first_token": "seconds to first token",
-    "decode_tokens_per_second": "decode tokens/s",
+    "milliseconds_per_token": "ms a token",
 }
 
 

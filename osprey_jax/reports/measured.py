@@ -92,7 +92,7 @@ def _times(summaries: Sequence[dict[str, Any]]) -> str:
         "concurrency": "level",
         "failed": "failed",
         "throughput": "tokens/s",
-        "decode_tokens_per_second_mean": "tokens/s a request",
+        "milliseconds_per_token_mean": "ms a token",
         "time_to_first_token_p50": "first token s, p50",
         "time_to_first_token_p95": "p95",
         "seconds_p50": "whole s, p50",
@@ -102,7 +102,7 @@ def _times(summaries: Sequence[dict[str, Any]]) -> str:
     return "\n".join(
         [
             console_table(list(columns.values()), rows),
-            "tokens/s: completion tokens / the time in which any request ran; a request's: after its first token",
+            "tokens/s: completion tokens / the time in which any request ran; ms a token: after a request's first",
         ]
     )
 

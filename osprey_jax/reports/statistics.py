@@ -20,7 +20,7 @@ Requests = Sequence[dict[str, Any]]  # the `requests` of a result of `evaluate`
 
 RESAMPLES = 10_000
 FEW = 20  # conversations, of which an interval of a mean holds the truth 92 times in 100; of 10 it does 89, of 5 82
-TIMES = ("seconds", "time_to_first_token", "decode_tokens_per_second")  # measures of a server's requests
+TIMES = ("seconds", "time_to_first_token", "milliseconds_per_token")  # measures of a server's requests
 _DRAWN_AT_ONCE = 2**17  # conversations: 1 MiB, which caches hold
 
 

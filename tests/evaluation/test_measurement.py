@@ -35,7 +35,7 @@ def test_summary_counts():
     request = {
         "id": "a", "turn": 0, "prompt_tokens": 3, "completion_tokens": 10, "verifications": 5, "accepted_length": 2.0,
         "histogram": [1, 4], "finish_reason": "length", "seconds": None, "time_to_first_token": None,
-        "decode_tokens_per_second": None, "matches_off": True, "first_difference": None,
+        "milliseconds_per_token": None, "matches_off": True, "first_difference": None,
     }  # fmt: skip
     other = request | {"id": "b", "histogram": [0, 0, 5], "matches_off": False, "first_difference": {"token": 1}}
     last = request | {"id": "c", "matches_off": None}

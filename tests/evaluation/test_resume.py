@@ -210,7 +210,9 @@ def test_times(start, config):
     for request in found["requests"]:
         decoding = request["seconds"] - request["time_to_first_token"]
         assert request["time_to_first_token"] > 0.04 and decoding > 0.08
-        assert request["decode_tokens_per_second"] == pytest.approx((request["completion_tokens"] - 1) / decoding)
+        rest = request["completion_tokens"] - 1
+        assert request["decode_tokens_per_second"] == pytest.approx(rest / decoding)
+        assert request["milliseconds_per_token"] == pytest.approx(1e3 * decoding / rest)
     assert found["throughput"] == pytest.approx(found["completion_tokens"] / found["busy_seconds"])
     longest = max(request["seconds"] for request in found["requests"])
     assert longest <= found["busy_seconds"] < sum(request["seconds"] for request in found["requests"]) / 2

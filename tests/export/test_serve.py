@@ -77,6 +77,15 @@ def test_a_server_that_dies(serve):
     assert err.splitlines()[-1] == "error: the server ended with status 3 before it answered; its output stands above"
 
 
+def test_a_server_that_dies_when_asked(serve):
+    """Of one that was up, nobody is told that it is."""
+    process = serve("dies_when_asked", "--port", str(free_port()))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2 and err.splitlines()[-1] == (
+        "error: the server ended with status 3 at its first request"
+    )
+
+
 def test_a_server_that_drafts_nothing(serve):
     """Up, and of no use."""
     process = serve("no_speculation", "--port", str(free_port()))

@@ -17,7 +17,7 @@ def request(name: str, seconds: float, **fields: Any) -> dict[str, Any]:
         "finish_reason": "stop",
         "seconds": seconds,
         "time_to_first_token": 0.1,
-        "decode_tokens_per_second": 100 / seconds,
+        "milliseconds_per_token": 10 * seconds,
         "attempts": 1,
         "lost_seconds": 0.0,
         "matches_off": True,

@@ -9,7 +9,7 @@ def result(arm, lengths, seconds, prompts="code", concurrency=1):
             "accepted_length": length,
             "seconds": duration,
             "time_to_first_token": None,
-            "decode_tokens_per_second": None,
+            "milliseconds_per_token": None,
         }
         for i, (length, duration) in enumerate(zip(lengths, seconds, strict=True))
     ]

@@ -30,7 +30,7 @@ def request(name, length=None, *, turn=0, tokens=12, **fields):
         "finish_reason": "stop",
         "seconds": None,
         "time_to_first_token": None,
-        "decode_tokens_per_second": None,
+        "milliseconds_per_token": None,
     } | fields
 
 

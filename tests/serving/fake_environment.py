@@ -16,7 +16,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def fake_python(folder: Path, behaviour: str = "serves", version: str = "0.5.23") -> Path:
     """An executable in `folder`. `behaviour`: serves, dies, starts_late, hangs_at_start, no_speculation, stubborn,
-    nonsense, dies_later."""
+    nonsense, dies_later, dies_when_asked."""
     path = folder / f"python-{behaviour}-{version}"
     arguments = f"{str(folder)!r}, {behaviour!r}, {version!r}"
     code = f"sys.path.insert(0, {str(ROOT)!r})\nfrom tests.serving.fake_environment import main\nmain({arguments})"
@@ -59,6 +59,8 @@ def main(folder: str, behaviour: str, version: str) -> None:
         server.key = sys.argv[sys.argv.index("--api-key") + 1]
     if behaviour == "nonsense":
         server.fault = lambda number, body: "garbage"
+    if behaviour == "dies_when_asked":
+        server.fault = lambda number, body: os._exit(3)
     if behaviour == "dies_later":
         server.fault = lambda number, body: os._exit(3) if number == 4 else None
     threading.Event().wait()

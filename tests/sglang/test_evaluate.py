@@ -17,6 +17,7 @@ from osprey_jax.command import UserError
 from osprey_jax.config import OFF, EvaluateConfig
 from osprey_jax.data.tokenizer import load_tokenizer
 from osprey_jax.evaluation import behind_servers
+from osprey_jax.reports.statistics import TIMES
 from tests.conftest import GOLDEN
 from tests.sglang.models import shallow_target, tokenizer_rows, widened_drafter, write_drafter, write_target
 from tests.sglang.server import ARGUMENTS, DRAFT_STEPS, HERE, PYTHON, STAMP, environment, serve
@@ -93,7 +94,7 @@ def said(results: list[dict], *, times: bool = False) -> dict[tuple, dict]:
         for request in result["requests"]:
             key = *(result[name] for name in ("arm", "prompts", "concurrency")), request["id"], request["turn"]
             assert key not in found
-            left_out = () if times else ("seconds", "time_to_first_token", "decode_tokens_per_second", "lost_seconds")
+            left_out = () if times else (*TIMES, "decode_tokens_per_second", "lost_seconds")
             found[key] = {name: value for name, value in request.items() if name not in left_out}
             if (histogram := request["histogram"]) is not None:  # SGLang leaves out zeros at the end
                 found[key]["histogram"] = histogram + [0] * (DRAFT_STEPS + 1 - len(histogram))
