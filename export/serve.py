@@ -7,6 +7,7 @@ with the server, and ends the server at Ctrl-C. What SGLang needs to know is in 
 """
 
 import argparse
+import contextlib
 import http.client
 import json
 import signal
