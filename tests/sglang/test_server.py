@@ -98,7 +98,7 @@ def test_server_follows_the_engine(case, request, tmp_path):
     assert [_facts(answer) for answer in answers] == wanted
     assert {answer["meta_info"]["finish_reason"]["type"] for answer in answers} == {"stop", "length"}
     known = [answer["meta_info"] for answer in answers[:ASKED]]
-    accepted = sum(meta["completion_tokens"] for meta in known) / sum(meta["spec_verify_ct"] for meta in known)
+    accepted = sum(meta["completion_tokens"] for meta in known) / sum(meta.get("spec_verify_ct", 0) for meta in known)
     assert accepted > 3, "a drafter this bad shows nothing"
 
 
@@ -139,9 +139,11 @@ def test_install_spares_other_directories(tmp_path):
 
 
 def _facts(answer: dict) -> tuple:
-    meta = answer["meta_info"]
-    assert meta["completion_tokens"] == len(answer["output_ids"])
-    return answer["output_ids"], meta["finish_reason"]["type"], meta["spec_verify_ct"], _histogram(meta)
+    """What the engine says of a request too. An answer of one token is the prompt's: SGLang counts nothing then."""
+    meta, ids = answer["meta_info"], answer["output_ids"]
+    assert meta["completion_tokens"] == len(ids)
+    meta = {"spec_verify_ct": 0, "spec_correct_drafts_histogram": []} | meta if len(ids) == 1 else meta
+    return ids, meta["finish_reason"]["type"], meta["spec_verify_ct"], _histogram(meta)
 
 
 def _histogram(meta: dict) -> list[int]:

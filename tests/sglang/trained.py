@@ -58,7 +58,8 @@ class Family:
 def make_family(folder: Path, **changes) -> Family:
     """With a target whose numbers are `changes`. It writes whole words, so that its text is its tokens again."""
     tokenizer = load_tokenizer(GOLDEN / "qwen3" / "target")
-    words = [i for token, i in tokenizer.get_vocab().items() if token[0] == "Ġ" and token[1:].isalpha()]
+    # Sorted: the vocabulary comes in another order in each process.
+    words = sorted(i for token, i in tokenizer.get_vocab().items() if token[0] == "Ġ" and token[1:].isalpha())
     model = shallow_target(deep=DEEP, vocab_size=tokenizer_rows(), **changes)
     head_VxH = np.asarray(model.lm_head.weight[...])
     written_V = np.isin(np.arange(len(head_VxH)), [*words, tokenizer.eos_token_id])
