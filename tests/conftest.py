@@ -1,15 +1,19 @@
 """Fixtures shared by all tests."""
 
+import shutil
 import sys
 from pathlib import Path
 
 import jax
 import numpy as np
 import pytest
+import yaml
 
+from osprey_jax import train
 from osprey_jax.command import run
 
 GOLDEN = Path(__file__).parent / "golden"
+QWEN3 = GOLDEN / "qwen3"
 
 # The tests compile far more than they compute.
 jax.config.update("jax_disable_most_optimizations", True)
@@ -62,6 +66,48 @@ def run_command(monkeypatch, capsys):
         return status, *capsys.readouterr()
 
     return call
+
+
+@pytest.fixture
+def distill(tmp_path, run_command):
+    """`distill(*overrides) -> (status, stdout, stderr)`: a few steps from the golden converted drafter."""
+    cache = {"cache_dir": str(tmp_path / "prepared"), "processes": 1}
+    config = {
+        "stage": "distill",
+        "run_dir": str(tmp_path / "run"),
+        "target": str(QWEN3 / "target"),
+        "drafter": {"checkpoint": str(QWEN3 / "expected" / "converted")},
+        "data": {"train": [str(QWEN3 / "train.jsonl")], "eval": [str(QWEN3 / "train.jsonl")], "length": 128} | cache,
+        "optimizer": {"learning_rate": 1e-3},
+        "ttt": {"length": 2},
+        "batch_size": 4,
+        "steps": 6,
+        "log_every": 1,
+        "checkpoints": {"every": 2, "keep": 10},
+    }
+    (tmp_path / "distill.yaml").write_text(yaml.safe_dump(config))
+    return lambda *overrides: run_command(train.main, "--config", tmp_path / "distill.yaml", *overrides)
+
+
+@pytest.fixture
+def pretrain(tmp_path, run_command):
+    """The same for the golden pruned backbone, on text."""
+    shutil.copytree(QWEN3 / "expected" / "pruned", tmp_path / "backbone")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copyfile(QWEN3 / "source" / name, tmp_path / "backbone" / name)
+    (tmp_path / "text.txt").write_text("It is the text of a free program, and you can change it. " * 200)
+    config = {
+        "stage": "pretrain",
+        "run_dir": str(tmp_path / "run"),
+        "model": {"checkpoint": str(tmp_path / "backbone")},
+        "data": {"train": [str(tmp_path / "*.txt")], "length": 64, "cache_dir": str(tmp_path / "prepared")},
+        "optimizer": {"learning_rate": 1e-3},
+        "batch_size": 4,
+        "steps": 6,
+        "log_every": 1,
+    }
+    (tmp_path / "pretrain.yaml").write_text(yaml.safe_dump(config))
+    return lambda *overrides: run_command(train.main, "--config", tmp_path / "pretrain.yaml", *overrides)
 
 
 def pytest_collection_modifyitems(items):

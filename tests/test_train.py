@@ -11,12 +11,10 @@ import time
 
 import numpy as np
 import pytest
-import yaml
 from safetensors.numpy import load_file
 
 from export.to_hf import to_hf
 from export.to_sglang import to_sglang
-from osprey_jax import train
 from osprey_jax.command import UserError
 from osprey_jax.data.rows import Rows
 from osprey_jax.data.trimming import most_frequent_tokens
@@ -24,55 +22,9 @@ from osprey_jax.models import hf
 from osprey_jax.training import loop
 from tests.checkpoints import assert_same_tensors, read, write
 from tests.conftest import GOLDEN
+from tests.train_runs import metrics
 
 CASE = GOLDEN / "qwen3"
-
-
-@pytest.fixture
-def distill(tmp_path, run_command):
-    """`distill(*overrides) -> (status, stdout, stderr)`: a few steps from the golden converted drafter."""
-    cache = {"cache_dir": str(tmp_path / "prepared"), "processes": 1}
-    config = {
-        "stage": "distill",
-        "run_dir": str(tmp_path / "run"),
-        "target": str(CASE / "target"),
-        "drafter": {"checkpoint": str(CASE / "expected" / "converted")},
-        "data": {"train": [str(CASE / "train.jsonl")], "eval": [str(CASE / "train.jsonl")], "length": 128} | cache,
-        "optimizer": {"learning_rate": 1e-3},
-        "ttt": {"length": 2},
-        "batch_size": 4,
-        "steps": 6,
-        "log_every": 1,
-        "checkpoints": {"every": 2, "keep": 10},
-    }
-    (tmp_path / "distill.yaml").write_text(yaml.safe_dump(config))
-    return lambda *overrides: run_command(train.main, "--config", tmp_path / "distill.yaml", *overrides)
-
-
-@pytest.fixture
-def pretrain(tmp_path, run_command):
-    """The same for the golden pruned backbone, on text."""
-    shutil.copytree(CASE / "expected" / "pruned", tmp_path / "backbone")
-    for name in ("tokenizer.json", "tokenizer_config.json"):
-        shutil.copyfile(CASE / "source" / name, tmp_path / "backbone" / name)
-    (tmp_path / "text.txt").write_text("It is the text of a free program, and you can change it. " * 200)
-    config = {
-        "stage": "pretrain",
-        "run_dir": str(tmp_path / "run"),
-        "model": {"checkpoint": str(tmp_path / "backbone")},
-        "data": {"train": [str(tmp_path / "*.txt")], "length": 64, "cache_dir": str(tmp_path / "prepared")},
-        "optimizer": {"learning_rate": 1e-3},
-        "batch_size": 4,
-        "steps": 6,
-        "log_every": 1,
-    }
-    (tmp_path / "pretrain.yaml").write_text(yaml.safe_dump(config))
-    return lambda *overrides: run_command(train.main, "--config", tmp_path / "pretrain.yaml", *overrides)
-
-
-def metrics(run_dir, split="train"):
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return {line["step"]: line for line in lines if line["split"] == split}
 
 
 def test_distillation_learns_and_exports(distill, tmp_path):
